@@ -1,8 +1,8 @@
 //! Benchmarks, for development: `cargo bench -p kv-weights --features flex`.
 //!
-//! The matrices are those of SmolLM2-135M in a Q4_1 file: 30 layers, whose products take turns, and the vocabulary in
-//! Q8_0. Beside them, on the same blocks, `QMatMul` of candle, which also rounds activations to bytes, and Burn's
-//! product with restored weights.
+//! The matrices are those of SmolLM2-135M in a Q4_1 file: 30 layers, used in turn, and the
+//! vocabulary in Q8_0. For comparison, the same blocks are multiplied by candle's `QMatMul`, which
+//! also rounds activations to bytes, and as restored weights by Burn's matmul.
 #![allow(missing_docs, reason = "a program")]
 
 use burn::tensor::{Bytes, Device, Distribution, Tensor};
@@ -13,8 +13,9 @@ use candle_core::{
 use divan::{Bencher, counter::BytesCount};
 use kv_weights::{Activations, PackedMatrix, WeightFormat, project};
 
+const ACTIVATIONS: [Activations; 3] = [Activations::Int8, Activations::Int16, Activations::Exact];
 const LAYERS: usize = 30;
-/// Rows and columns of a layer: queries, keys and values; their output; both of the gated; the way down.
+/// Shapes of a layer: queries, keys and values; attention output; gate and up; down.
 const LAYER: [[usize; 2]; 4] = [[960, 576], [576, 576], [3072, 576], [576, 1536]];
 const VOCABULARY: [usize; 2] = [49152, 576];
 
@@ -22,7 +23,7 @@ fn main() {
     divan::main();
 }
 
-/// Blocks with any codes, and scales of 1 / 1024.
+/// Returns blocks with random codes and scales of 1 / 1024.
 fn blocks(format: WeightFormat, [rows, columns]: [usize; 2], seed: usize) -> Vec<u8> {
     let n = rows * columns / format.block_numbers() * format.block_bytes();
     let mut state = seed as u64 + 1;
@@ -51,7 +52,7 @@ fn blocks(format: WeightFormat, [rows, columns]: [usize; 2], seed: usize) -> Vec
     bytes
 }
 
-/// All matrices of a step, in order.
+/// Returns format and shape of all matrices of a decode step, in order.
 fn model() -> Vec<(WeightFormat, [usize; 2])> {
     let layer = LAYER.map(|shape| (WeightFormat::Q4_1, shape));
     let layers = core::iter::repeat_n(layer, LAYERS).flatten();
@@ -89,8 +90,8 @@ fn candle_random(rows: usize, columns: usize) -> candle_core::Tensor {
         .expect("numbers")
 }
 
-/// A whole step of one sequence or several.
-#[divan::bench(args = [Activations::Int8, Activations::Int16, Activations::Exact], consts = [1, 2, 8, 12, 16, 32], sample_count = 30)]
+/// Times all products of a decode step for `N` sequences.
+#[divan::bench(args = ACTIVATIONS, consts = [1, 2, 8, 12, 16, 32], sample_count = 30)]
 fn step<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     let matrices: Vec<_> =
         model().into_iter().enumerate().map(|(i, (f, s))| packed(f, s, i)).collect();
@@ -104,7 +105,7 @@ fn step<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     });
 }
 
-/// The same by candle.
+/// Times the decode step with candle.
 #[divan::bench(consts = [1, 8], sample_count = 30)]
 fn step_candle<const N: usize>(bencher: Bencher<'_, '_>) {
     let matrices: Vec<_> =
@@ -118,8 +119,8 @@ fn step_candle<const N: usize>(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// The products of a layer for a prompt.
-#[divan::bench(args = [Activations::Int8, Activations::Int16, Activations::Exact], consts = [64, 512], sample_count = 30)]
+/// Times the products of a layer for a prompt of `N` tokens.
+#[divan::bench(args = ACTIVATIONS, consts = [64, 512], sample_count = 30)]
 fn prompt<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     let matrices = LAYER.map(|shape| packed(WeightFormat::Q4_1, shape, 1));
     let x = [576, 1536].map(|columns| random(N, columns));
@@ -131,7 +132,7 @@ fn prompt<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
     });
 }
 
-/// The same with restored weights.
+/// Times the products of a layer with restored weights.
 #[divan::bench(consts = [64, 512], sample_count = 30)]
 fn prompt_restored<const N: usize>(bencher: Bencher<'_, '_>) {
     let restore = |shape| packed(WeightFormat::Q4_1, shape, 1).restore().expect("on the CPU");
@@ -145,7 +146,7 @@ fn prompt_restored<const N: usize>(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// The same by candle.
+/// Times the products of a layer with candle.
 #[divan::bench(consts = [64, 512], sample_count = 30)]
 fn prompt_candle<const N: usize>(bencher: Bencher<'_, '_>) {
     let matrices = LAYER.map(|shape| (candle(WeightFormat::Q4_1, shape, 1), shape));
@@ -158,7 +159,7 @@ fn prompt_candle<const N: usize>(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// One row with 8192 of 4096 numbers in each format, activations as integers of so many bits.
+/// Times one row by `[8192, 4096]` in each format, with activations rounded to `BITS` bits.
 #[divan::bench(args = WeightFormat::ALL, consts = [8, 16], sample_count = 30)]
 fn row<const BITS: usize>(bencher: Bencher<'_, '_>, format: &WeightFormat) {
     let activations = if BITS == 8 { Activations::Int8 } else { Activations::Int16 };
@@ -168,7 +169,7 @@ fn row<const BITS: usize>(bencher: Bencher<'_, '_>, format: &WeightFormat) {
     });
 }
 
-/// The same by candle.
+/// Times the same product with candle.
 #[divan::bench(args = &WeightFormat::ALL[..8], sample_count = 30)]
 fn row_candle(bencher: Bencher<'_, '_>, format: &WeightFormat) {
     let (matrix, x) = (candle(*format, [8192, 4096], 1), candle_random(1, 4096));

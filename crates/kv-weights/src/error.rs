@@ -3,7 +3,7 @@
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can go wrong in a caller's data or on a caller's machine.
+/// An invalid input, or a request that the machine does not support.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -12,7 +12,7 @@ pub enum Error {
     Invalid {
         /// Name of the field.
         field: &'static str,
-        /// Its offending value.
+        /// The invalid value.
         value: String,
         /// The rule it breaks.
         rule: String,
@@ -32,14 +32,14 @@ pub enum Error {
     /// A combination of inputs, format and device that this crate does not support.
     #[error("{what} is not supported: {why}")]
     Unsupported {
-        /// The thing asked for.
+        /// The request.
         what: String,
         /// The reason.
         why: String,
     },
 }
 
-/// [`Error::Invalid`].
+/// Creates an [`Error::Invalid`].
 pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
     Error::Invalid { field, value: value.to_string(), rule: rule.into() }
 }

@@ -1,17 +1,18 @@
-//! The matrices of a mixture of experts.
+//! Matrices of a mixture of experts.
 
 use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
 
 use crate::{
-    PackedLayout, PackedMatrix, Result, WeightFormat, backends::check_bytes, error::invalid,
+    Activations, PackedLayout, PackedMatrix, Result, WeightFormat, backends::check_bytes,
+    error::invalid,
 };
 
-/// Where the first block of an expert begins is a multiple of so many bytes, so that every device can bind it: what
-/// WebGPU guarantees.
+/// Alignment of experts in bytes, so that every device can bind one: the maximum that WebGPU allows
+/// a device to require.
 const ALIGNMENT: usize = 256;
 
-/// Packed matrices of one format and shape in one buffer, of which an operation takes those that it is told by number:
-/// see [`project_picked`](crate::project_picked).
+/// Packed matrices of one format and shape in one buffer, for
+/// [`project_picked`](crate::project_picked), which selects them by number.
 #[derive(Clone, Debug)]
 pub struct PackedExperts {
     words: Tensor<1, Int>,
@@ -20,12 +21,12 @@ pub struct PackedExperts {
 }
 
 impl PackedExperts {
-    /// The experts whose rows of blocks are `experts`, each a matrix of this shape.
+    /// Creates experts from their rows of blocks, each a matrix of `shape`.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for no expert, rows that are not whole blocks, or another number of
-    /// bytes than that of all rows; [`Error::Unsupported`](crate::Error::Unsupported) for more of them than the device
-    /// has in a buffer.
+    /// [`Error::Invalid`](crate::Error::Invalid) for no experts, for rows that are not whole blocks
+    /// and for a wrong number of bytes. [`Error::Unsupported`](crate::Error::Unsupported) if the
+    /// experts exceed the device's largest buffer.
     pub fn from_bytes(
         experts: &[impl AsRef<[u8]>],
         format: WeightFormat,
@@ -45,7 +46,7 @@ impl PackedExperts {
         for (to, bytes) in room.zip(experts) {
             let bytes = bytes.as_ref();
             if bytes.len() != layout.bytes() {
-                let rule = format!("must be {}, which {} take", layout.bytes(), what());
+                let rule = format!("must be {} for each of {}", layout.bytes(), what());
                 return Err(invalid("bytes", bytes.len(), rule));
             }
             to[..bytes.len()].copy_from_slice(bytes);
@@ -56,40 +57,41 @@ impl PackedExperts {
         Ok(Self { words: device.memory_persistent_allocations(data, create), layout, n })
     }
 
-    /// How many experts there are.
+    /// Returns the number of experts.
     pub fn len(&self) -> usize {
         self.n
     }
 
-    /// Whether there is none; there is always one.
+    /// Returns `false`, since there is always an expert.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
 
-    /// Format and shape of the matrix of each expert.
+    /// Returns format and shape of each expert.
     pub fn layout(&self) -> PackedLayout {
         self.layout
     }
 
-    /// The blocks of all experts as u32 words, little endian, [`stride`](Self::stride) words from one expert to the next.
+    /// Returns the blocks of all experts as little-endian u32 words, with [`stride`](Self::stride)
+    /// words from one expert to the next.
     pub fn words(&self) -> &Tensor<1, Int> {
         &self.words
     }
 
-    /// Words from the first of an expert to that of the next.
+    /// Returns the number of words from the start of one expert to the start of the next.
     pub fn stride(&self) -> usize {
         stride_of(&self.layout) / size_of::<u32>()
     }
 
-    /// The device that the blocks are on, without autodiff: they are constants.
+    /// Returns the device of the blocks, without autodiff, since they are constants.
     pub fn device(&self) -> Device {
         self.words.device()
     }
 
-    /// The matrix of one expert, in the same memory.
+    /// Returns the matrix of one expert, which shares the memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for a number that is no expert's.
+    /// [`Error::Invalid`](crate::Error::Invalid) if there is no expert of this number.
     pub fn expert(&self, number: usize) -> Result<PackedMatrix> {
         if number >= self.n {
             let rule = format!("must be below {}, the number of experts", self.n);
@@ -101,7 +103,18 @@ impl PackedExperts {
     }
 }
 
-/// Bytes from the first block of an expert to that of the next.
+/// The layout of experts in their buffer and of the activations that they are multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSelection {
+    /// Words from the start of one expert to the start of the next.
+    pub stride: usize,
+    /// Number of picks that share a row of activations.
+    pub shared: usize,
+    /// Precision of the activations.
+    pub activations: Activations,
+}
+
+/// Returns the number of bytes from the start of one expert to the start of the next.
 fn stride_of(layout: &PackedLayout) -> usize {
     layout.bytes().next_multiple_of(ALIGNMENT)
 }

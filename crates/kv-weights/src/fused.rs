@@ -1,8 +1,11 @@
-//! What comes before and after a product.
+//! Operations fused with a product.
 
 #![cfg_attr(
     feature = "fusion",
-    allow(missing_debug_implementations, reason = "the derived metadata types have none")
+    allow(
+        missing_debug_implementations,
+        reason = "the derived metadata types do not implement it"
+    )
 )]
 
 use burn::{
@@ -15,40 +18,41 @@ use burn::{
 
 use crate::{Activations, PackedLayout};
 
-/// Most rows of activations that a fused product on a GPU is one launch for.
+/// The most rows of activations that a GPU multiplies in one launch of a fused product.
 pub(crate) const FEW: usize = 32;
 
-/// The nonlinearity of a gate. It is 0 for every number far below 0, and NaN for NaN and for
-/// negative infinity, as in PyTorch.
+/// The nonlinearity of a gate. As in PyTorch, it is 0 for numbers far below 0, and NaN for NaN and
+/// for negative infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Gate {
-    /// `x * sigmoid(x)`: SwiGLU, <https://arxiv.org/abs/2002.05202>.
+    /// `x * sigmoid(x)`, as in SwiGLU: <https://arxiv.org/abs/2002.05202>.
     #[default]
     Silu,
-    /// GELU by its approximation with tanh: GeGLU.
+    /// GELU with the tanh approximation, as in GeGLU.
     GeluTanh,
 }
 
-/// The root mean square norm, <https://arxiv.org/abs/1910.07467>: `x / sqrt(mean(x^2) + epsilon) * gains`.
+/// The root mean square norm, `x / sqrt(mean(x^2) + epsilon) * gains`:
+/// <https://arxiv.org/abs/1910.07467>.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Norm {
-    /// The gains, `[columns]`, f32.
+    /// Gains, `[columns]`, f32.
     pub gains: Tensor<1>,
     /// Added to the mean of squares.
     pub epsilon: f64,
-    /// Whether the gains are stored less 1, as in Gemma.
+    /// True if 1 is added to the gains, as in Gemma.
     pub plus_one: bool,
 }
 
 impl Norm {
-    /// The norm with these gains.
+    /// Creates a norm with these gains, without adding 1.
     pub fn new(gains: Tensor<1>, epsilon: f64) -> Self {
         Self { gains, epsilon, plus_one: false }
     }
 
-    /// Sets whether the gains are stored less 1.
+    /// Sets whether 1 is added to the gains.
     #[must_use]
     pub fn with_plus_one(mut self, plus_one: bool) -> Self {
         self.plus_one = plus_one;
@@ -56,17 +60,17 @@ impl Norm {
     }
 }
 
-/// What is done before and after a product, in this order: norm, product, bias, gate, addition.
+/// Operations before and after a product, in this order: norm, product, bias, gate, residual.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Fused {
-    /// The norm of what is multiplied.
+    /// The norm of the activations.
     pub norm: Option<Norm>,
-    /// What is added to the products, `[rows]`, f32.
+    /// The bias of the products, `[rows]`, f32.
     pub bias: Option<Tensor<1>>,
-    /// `f(a) * b` of the first half of the rows, `a`, and the second, `b`.
+    /// Computes `f(a) * b` from the first half of the rows, `a`, and the second, `b`.
     pub gate: Option<Gate>,
-    /// What is added at last, of the shape of the output, f32.
+    /// Added to the output, of the same shape, f32.
     pub residual: Option<Tensor<3>>,
 }
 
@@ -78,7 +82,7 @@ impl Fused {
         self
     }
 
-    /// Sets what is added to the products.
+    /// Sets the bias.
     #[must_use]
     pub fn with_bias(mut self, bias: Tensor<1>) -> Self {
         self.bias = Some(bias);
@@ -92,7 +96,7 @@ impl Fused {
         self
     }
 
-    /// Sets what is added at last.
+    /// Sets the residual.
     #[must_use]
     pub fn with_residual(mut self, residual: Tensor<3>) -> Self {
         self.residual = Some(residual);
@@ -100,10 +104,10 @@ impl Fused {
     }
 }
 
-/// Most matrices that [`WeightOps::packed_fused`](crate::WeightOps::packed_fused) takes.
+/// The most matrices that [`WeightOps::packed_fused`](crate::WeightOps::packed_fused) takes.
 pub(crate) const MOST_PARTS: usize = 3;
 
-/// The blocks of one to three matrices.
+/// Blocks of one to three matrices.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum PartWords<B: Backend> {
@@ -116,7 +120,7 @@ pub enum PartWords<B: Backend> {
 }
 
 impl<B: Backend> PartWords<B> {
-    /// The blocks of each.
+    /// Returns the blocks of each matrix.
     pub fn into_vec(self) -> Vec<IntTensor<B>> {
         match self {
             Self::One(a) => vec![a],
@@ -126,18 +130,18 @@ impl<B: Backend> PartWords<B> {
     }
 }
 
-/// A tensor that may be left out.
+/// An optional tensor.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum MaybeFloat<B: Backend> {
-    /// Left out.
+    /// No tensor.
     Absent,
-    /// There it is.
+    /// A tensor.
     Present(FloatTensor<B>),
 }
 
 impl<B: Backend> MaybeFloat<B> {
-    /// The tensor.
+    /// Converts to an `Option`.
     pub fn into_option(self) -> Option<FloatTensor<B>> {
         match self {
             Self::Absent => None,
@@ -152,47 +156,48 @@ impl<B: Backend> From<Option<FloatTensor<B>>> for MaybeFloat<B> {
     }
 }
 
-/// The tensors of [`WeightOps::packed_fused`](crate::WeightOps::packed_fused) beside the activations.
+/// Tensors of [`WeightOps::packed_fused`](crate::WeightOps::packed_fused), except the activations.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct FusedInputs<B: Backend> {
-    /// Matrices whose rows follow one another.
+    /// Blocks of the stacked matrices.
     #[extension_type]
     pub words: PartWords<B>,
     /// Gains of the norm, `[columns]`.
     #[extension_type]
     pub norm: MaybeFloat<B>,
-    /// `[rows]`, those of all matrices.
+    /// Bias for the rows of all matrices, `[rows]`.
     #[extension_type]
     pub bias: MaybeFloat<B>,
-    /// `[n, outputs]`.
+    /// Added to the output, `[n, outputs]`.
     #[extension_type]
     pub residual: MaybeFloat<B>,
 }
 
-/// What [`WeightOps::packed_fused`](crate::WeightOps::packed_fused) does with its tensors.
+/// Parameters of [`WeightOps::packed_fused`](crate::WeightOps::packed_fused).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FusedPlan {
-    /// Format and shape of each matrix: one format and one width, and of equal size if there are two and a gate.
+    /// Format and shape of each matrix. Formats and widths are equal, and with a gate also the
+    /// sizes of two matrices.
     pub parts: Vec<PackedLayout>,
-    /// What products are made of.
+    /// Precision of the activations.
     pub activations: Activations,
-    /// What the first half of the rows goes through before it is multiplied with the second.
+    /// Applied to the first half of the rows before it is multiplied with the second.
     pub gate: Option<Gate>,
-    /// What is added to the mean of squares of the norm.
+    /// Added to the mean of squares in the norm.
     pub epsilon: f64,
-    /// Whether the gains of the norm are stored less 1.
+    /// True if 1 is added to the gains of the norm.
     pub plus_one: bool,
 }
 
 impl FusedPlan {
-    /// Rows of all matrices.
+    /// Returns the number of rows of all matrices.
     pub fn rows(&self) -> usize {
         self.parts.iter().map(PackedLayout::rows).sum()
     }
 
-    /// Numbers that a row of activations makes.
+    /// Returns the number of outputs per row of activations.
     pub fn outputs(&self) -> usize {
         if self.gate.is_some() { self.rows() / 2 } else { self.rows() }
     }

@@ -1,11 +1,12 @@
-//! Where the blocks of a matrix lie.
+//! Addresses of the blocks of a matrix.
 
 use crate::{Error, Result, WeightFormat, error::invalid};
 
-/// The format and the shape of a packed matrix.
+/// Format and shape of a packed matrix.
 ///
-/// Rows follow one another, and in a row its blocks, as in a GGUF file: row `r` begins at byte `r * row_bytes()`.
-/// Buffers are of u32 words, little endian, so that up to three zero bytes may follow the last row.
+/// Rows are consecutive, and so are the blocks of a row, as in a GGUF file: row `r` begins at byte
+/// `r * row_bytes()`. Buffers consist of little-endian u32 words, so up to three zero bytes may
+/// follow the last row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedLayout {
     format: WeightFormat,
@@ -14,10 +15,11 @@ pub struct PackedLayout {
 }
 
 impl PackedLayout {
-    /// The layout of a matrix of `[rows, columns]`.
+    /// Creates the layout of a matrix of `[rows, columns]`.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if there is nothing in it, or if rows are not whole blocks.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the matrix is empty, if rows are not whole
+    /// blocks, or if its bytes cannot be counted.
     pub fn new(format: WeightFormat, [rows, columns]: [usize; 2]) -> Result<Self> {
         let numbers = format.block_numbers();
         if rows == 0 {
@@ -35,56 +37,61 @@ impl PackedLayout {
             .and_then(|n| n.checked_mul(rows))
         {
             Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
-            _ => Err(invalid("rows", rows, "must not make more bytes than can be counted")),
+            _ => Err(invalid(
+                "rows",
+                rows,
+                "must not exceed the largest number of bytes that can be addressed",
+            )),
         }
     }
 
-    /// The format of the blocks.
+    /// Returns the format of the blocks.
     pub const fn format(&self) -> WeightFormat {
         self.format
     }
 
-    /// Rows of the matrix: the numbers of a product.
+    /// Returns the number of rows.
     pub const fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Numbers of a row.
+    /// Returns the number of columns.
     pub const fn columns(&self) -> usize {
         self.columns
     }
 
-    /// Rows and columns.
+    /// Returns rows and columns.
     pub const fn shape(&self) -> [usize; 2] {
         [self.rows, self.columns]
     }
 
-    /// Blocks of a row.
+    /// Returns the number of blocks in a row.
     pub const fn row_blocks(&self) -> usize {
         self.columns / self.format.block_numbers()
     }
 
-    /// Bytes of a row.
+    /// Returns the number of bytes in a row.
     pub const fn row_bytes(&self) -> usize {
         self.row_blocks() * self.format.block_bytes()
     }
 
-    /// Bytes of all rows.
+    /// Returns the number of bytes in all rows.
     pub const fn bytes(&self) -> usize {
         self.rows * self.row_bytes()
     }
 
-    /// The layouts of as few matrices of neighboring rows as there can be with buffers of at most `most` bytes each. All
-    /// but the last have whole words, and the same number of rows.
+    /// Splits the matrix into as few matrices of adjacent rows as fit into buffers of at most
+    /// `most` bytes each. All but the last have whole words and equal numbers of rows.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if that is not enough for a row, or for as many as fill whole words.
+    /// [`Error::Unsupported`] if a buffer cannot hold a row, or the number of rows that fill whole
+    /// words.
     pub fn split(&self, most: u64) -> Result<Vec<Self>> {
         let word = size_of::<u32>();
         if (word * self.words()) as u64 <= most {
             return Ok(vec![*self]);
         }
-        // Every part of so many rows begins at a word.
+        // Parts of multiples of `step` rows begin at a word.
         let step = (1..=word).find(|rows| (rows * self.row_bytes()).is_multiple_of(word));
         let step = step.unwrap_or(word);
         let step_bytes = step * self.row_bytes();
@@ -92,11 +99,11 @@ impl PackedLayout {
         if rows == 0 {
             let Self { format, rows, columns } = self;
             let some =
-                if step == 1 { "a row takes".to_string() } else { format!("{step} rows take") };
+                if step == 1 { "a row needs".to_string() } else { format!("{step} rows need") };
             return Err(Error::Unsupported {
                 what: format!("a matrix [{rows}, {columns}] of {format}"),
                 why: format!(
-                    "{some} {step_bytes} bytes, and the device has buffers of at most {most}"
+                    "{some} {step_bytes} bytes, but a buffer of the device holds at most {most}"
                 ),
             });
         }
@@ -104,13 +111,14 @@ impl PackedLayout {
         Ok(starts.map(|start| Self { rows: rows.min(self.rows - start), ..*self }).collect())
     }
 
-    /// The row and the first column of the first block of `bytes`, those of all rows, whose numbers are not all finite.
+    /// Returns the row and first column of the first block whose numbers are not all finite.
+    /// `bytes` are those of all rows.
     pub fn not_finite(&self, bytes: &[u8]) -> Option<[usize; 2]> {
         let block = self.format.not_finite(bytes)?;
         Some([block / self.row_blocks(), block % self.row_blocks() * self.format.block_numbers()])
     }
 
-    /// Words of the buffer: the bytes of all rows, rounded up.
+    /// Returns the number of words in the buffer: the bytes of all rows, rounded up.
     pub const fn words(&self) -> usize {
         self.bytes().div_ceil(size_of::<u32>())
     }

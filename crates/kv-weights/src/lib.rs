@@ -1,15 +1,15 @@
 //! Linear layers over packed weights.
 //!
-//! A matrix of weights stays as it lies in the file, in rows of blocks of 4 to 8 bits a number, or in f16 or bf16: it is multiplied
-//! with, looked up and differentiated through as a [Burn](https://burn.dev) operation that reads the blocks, and
-//! is never restored as a whole.
+//! A matrix of weights stays in the blocks of its file, with 4 to 8 bits per number, or in f16 or
+//! bf16. [Burn](https://burn.dev) operations read the blocks directly to multiply, look up rows and
+//! compute gradients. The matrix is never restored as a whole.
 //!
 //! ```
 //! use burn::tensor::{Bytes, Distribution, Tensor};
 //! use kv_weights::{Activations, PackedMatrix, WeightFormat, project};
 //!
 //! let device = burn::tensor::Device::flex();
-//! // Two rows of 64 numbers, each two blocks: scale 1, least number 0, and codes 0.
+//! // Two rows of 64 numbers in two blocks each, with scale 1, minimum 0 and codes 0.
 //! let block = [&[0x00, 0x3c, 0x00, 0x00][..], &[0; 16]].concat();
 //! let blocks = Bytes::from_bytes_vec(block.repeat(4));
 //! let matrix = PackedMatrix::from_bytes(blocks, WeightFormat::Q4_1, [2, 64], &device)?;
@@ -40,8 +40,10 @@ pub mod reference;
 #[cfg(feature = "fusion")]
 mod shapes;
 
-/// The target of the [`tracing`] events with which each launch on a GPU tells its `kernel` and the `bytes` of weights
-/// that it reads: blocks, gains of norms and biases. Without a subscriber an event is one load and one branch.
+/// Target of the [`tracing`] events that report the weights read by each launch on a GPU.
+///
+/// The fields are `kernel` and `bytes`: blocks, gains of norms and biases. Without a subscriber, an
+/// event costs one load and one branch.
 pub const READ: &str = "kv::read";
 
 pub use activations::Activations;
@@ -49,11 +51,10 @@ pub use activations::Activations;
 pub use backends::in_parts;
 pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
-pub use experts::PackedExperts;
+pub use experts::{ExpertSelection, PackedExperts};
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{
-    ExpertSelection, back_project, fuses, gated, lookup, lookup_parts, project, project_fused,
-    project_picked,
+    back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,
 };
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;

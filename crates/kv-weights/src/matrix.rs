@@ -14,10 +14,11 @@ use crate::{
     error::invalid,
 };
 
-/// A matrix of packed weights, `[rows, columns]`, that is not trained.
+/// A frozen matrix of packed weights, `[rows, columns]`.
 ///
-/// Its blocks are one buffer on a device, in the order of the file. A clone is the same buffer. As a field of a
-/// Burn module it moves to devices with it, and has no parameter that an optimizer or a recorder would see.
+/// Its blocks are one buffer on a device, in the order of the file. A clone shares the buffer. As a
+/// field of a Burn module, the matrix moves between devices with the module, but it has no
+/// parameters for optimizers and recorders.
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     words: Tensor<1, Int>,
@@ -25,14 +26,15 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// The matrix whose rows of blocks are `bytes`.
+    /// Creates a matrix from its rows of blocks.
     ///
-    /// The CPU keeps `bytes` as they are, so that those of a memory-mapped file (`Bytes::from_shared`) are read
-    /// where they lie. They are copied only if their address or their number is not a multiple of 4.
+    /// The CPU uses `bytes` in place, so memory-mapped files (`Bytes::from_shared`) are not copied.
+    /// Bytes are copied only if their address or length is not a multiple of 4.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if rows are not whole blocks, or if `bytes` are not those of all
-    /// rows; [`Error::Unsupported`](crate::Error::Unsupported) for more of them than the device has in a buffer.
+    /// [`Error::Invalid`](crate::Error::Invalid) if rows are not whole blocks, or for a wrong
+    /// number of bytes. [`Error::Unsupported`](crate::Error::Unsupported) if the blocks exceed the
+    /// device's largest buffer.
     pub fn from_bytes(
         bytes: Bytes,
         format: WeightFormat,
@@ -43,7 +45,7 @@ impl PackedMatrix {
         if bytes.len() != layout.bytes() {
             let [rows, columns] = shape;
             let rule = format!(
-                "must be {}, which {rows} rows of {columns} numbers in {format} take",
+                "must be {} for {rows} rows of {columns} numbers in {format}",
                 layout.bytes()
             );
             return Err(invalid("bytes", bytes.len(), rule));
@@ -59,18 +61,18 @@ impl PackedMatrix {
             Bytes::from_elems(words)
         };
         let data = TensorData::from_bytes(bytes, [layout.words()], DType::U32);
-        // Constants, which go with activations of any kind of autodiff.
+        // Blocks are constants, usable with any kind of autodiff.
         let device = device.clone().without_autodiff();
         let create = |data| Tensor::from_data(data, (&device, DType::U32));
         Ok(Self { words: device.memory_persistent_allocations(data, create), layout })
     }
 
-    /// The matrix whose rows of blocks are `bytes`, as several matrices of neighboring rows if it is larger than a buffer
-    /// may be: one of `most` bytes. Of shared bytes, as those of a mapped file, none is copied for it.
+    /// Creates the matrix as several matrices of adjacent rows if it exceeds the device's largest
+    /// buffer or `most` bytes. Shared bytes, such as those of a mapped file, are not copied.
     ///
     /// # Errors
-    /// Those of [`from_bytes`](Self::from_bytes), and [`Error::Unsupported`](crate::Error::Unsupported) for rows that do
-    /// not fit a buffer each.
+    /// The errors of [`from_bytes`](Self::from_bytes), and
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for rows that do not fit into a buffer.
     pub fn parts_from_bytes(
         bytes: Bytes,
         format: WeightFormat,
@@ -89,7 +91,11 @@ impl PackedMatrix {
         for layout in layouts {
             let end = start + layout.bytes();
             let part = bytes.view(start, end).map_err(|_| {
-                invalid("bytes", format!("{start}..{end}"), "must be those of whole rows")
+                invalid(
+                    "bytes",
+                    format!("{start}..{end}"),
+                    "must be within the bytes of the matrix",
+                )
             })?;
             parts.push(Self::from_bytes(part, format, layout.shape(), device)?);
             start = end;
@@ -97,11 +103,11 @@ impl PackedMatrix {
         Ok(parts)
     }
 
-    /// The matrix whose blocks are `words`, a buffer as [`words`](Self::words) gives it.
+    /// Creates a matrix from blocks as [`words`](Self::words) returns them.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for another number of words, otherwise as
-    /// [`from_bytes`](Self::from_bytes).
+    /// [`Error::Invalid`](crate::Error::Invalid) for a wrong number or type of words, and the
+    /// errors of [`from_bytes`](Self::from_bytes).
     pub fn from_words(words: Tensor<1, Int>, layout: PackedLayout) -> Result<Self> {
         let [n] = words.dims();
         if n != layout.words() || words.dtype() != DType::U32 {
@@ -112,39 +118,39 @@ impl PackedMatrix {
         Ok(Self { words: words.without_autodiff(), layout })
     }
 
-    /// The matrix whose blocks are the first of `words`.
+    /// Creates a matrix from the first words of `words`.
     pub(crate) fn of_padded(words: Tensor<1, Int>, layout: PackedLayout) -> Self {
         debug_assert!(words.dims()[0] >= layout.words());
         Self { words, layout }
     }
 
-    /// The blocks as u32 words, little endian; what is after the last row is not read.
+    /// Returns the blocks as little-endian u32 words. Bytes after the last row are ignored.
     pub fn words(&self) -> &Tensor<1, Int> {
         &self.words
     }
 
-    /// Format and shape.
+    /// Returns format and shape.
     pub fn layout(&self) -> PackedLayout {
         self.layout
     }
 
-    /// The format of the blocks.
+    /// Returns the format of the blocks.
     pub fn format(&self) -> WeightFormat {
         self.layout.format()
     }
 
-    /// Rows and columns.
+    /// Returns rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         self.layout.shape()
     }
 
-    /// The device that the blocks are on, without autodiff: they are constants.
+    /// Returns the device of the blocks, without autodiff, since they are constants.
     pub fn device(&self) -> Device {
         self.words.device()
     }
 }
 
-/// Checks that the device can have the blocks in a buffer.
+/// Checks that the blocks fit into a buffer of the device.
 fn check_buffer(layout: &PackedLayout, device: &Device) -> Result<()> {
     let what = || {
         let [rows, columns] = layout.shape();

@@ -1,6 +1,6 @@
-//! The backend extension trait [`WeightOps`]: all that a backend must provide.
+//! The backend extension trait [`WeightOps`]: the operations that a backend provides.
 //!
-//! Users call the tensor functions of this crate, which check shapes and dispatch here.
+//! Users call the tensor functions of this crate, which check their arguments and dispatch here.
 
 use burn::backend::{
     Backend, backend_extension,
@@ -15,10 +15,10 @@ use crate::{
     fused::{FusedInputs, FusedPlan},
 };
 
-/// Operations of a backend with packed weights.
+/// Operations on packed weights.
 ///
-/// Float tensors are f32 and may be views. `words` are the blocks of a matrix, u32, one axis, as
-/// [`PackedLayout`] has them; what is after the last row in the last word must not matter.
+/// Float tensors are f32 and may be views. `words` are the blocks of a matrix as [`PackedLayout`]
+/// defines them, u32, with one axis. Bytes after the last row must not affect results.
 #[cfg_attr(
     not(any(feature = "flex", feature = "cube")),
     allow(unused_variables, reason = "without a backend nothing is dispatched")
@@ -30,7 +30,7 @@ use crate::{
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait WeightOps: Backend {
-    /// `x W^T` for `x` `[n, columns]`, `[n, rows]`.
+    /// Computes `x W^T`, `[n, rows]`, from `x`, `[n, columns]`.
     #[fusion(meta = |x, _words, layout, _activations| shapes::project(x, layout))]
     fn packed_project(
         x: FloatTensor<Self>,
@@ -39,19 +39,22 @@ pub trait WeightOps: Backend {
         activations: Activations,
     ) -> FloatTensor<Self>;
 
-    /// [`project_fused`](crate::project_fused) of `x` `[n, columns]`, `[n, outputs]`: norm, products, bias, gate,
-    /// addition. The parts are of one format and width, and if there are two and a gate, of equal size; with three there is none.
+    /// Computes [`project_fused`](crate::project_fused), `[n, outputs]`, from `x`, `[n, columns]`:
+    /// norm, products, bias, gate, residual. The parts have one format and width. With a gate,
+    /// there are at most two, of equal size.
     #[fusion(meta = |x, _inputs, plan| shapes::fused(x, plan))]
     fn packed_fused(
         x: FloatTensor<Self>,
         #[extension_type] inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        composed::fused::<Self>(x, inputs, &plan)
+        composed::fused::<Self>(x, inputs, &plan, Self::packed_project, Self::packed_gate)
     }
 
-    /// [`project_picked`](crate::project_picked): for every number of `picked`, i32 `[n]`, the product of a row of `x`
-    /// `[n / picks.shared, columns]` with the rows of that expert, `[n, rows]`. The layout is that of each.
+    /// Computes [`project_picked`](crate::project_picked), `[n, rows]`.
+    ///
+    /// For each number in `picked`, i32 `[n]`, multiplies a row of `x`,
+    /// `[n / picks.shared, columns]`, with the rows of that expert. All experts have this layout.
     #[fusion(meta = |_x, _words, picked, layout, _picks| shapes::picked(picked, layout))]
     fn packed_picked(
         x: FloatTensor<Self>,
@@ -61,15 +64,16 @@ pub trait WeightOps: Backend {
         picks: ExpertSelection,
     ) -> FloatTensor<Self>;
 
-    /// `f(a) * b` of the halves `a` and `b` of the rows of `x`, `[n, 2 * outputs]`: `[n, outputs]`. An infinite or
-    /// undefined number makes what it is part of infinite or undefined.
+    /// Computes `f(a) * b`, `[n, outputs]`, for the halves `a` and `b` of the rows of `x`,
+    /// `[n, 2 * outputs]`. Infinite and NaN inputs make the affected outputs infinite or NaN.
     #[fusion(meta = |x, _gate| shapes::gate(x))]
     fn packed_gate(x: FloatTensor<Self>, gate: Gate) -> FloatTensor<Self> {
         composed::gate::<Self>(x, gate)
     }
 
-    /// `grad W` for `grad` `[n, rows]`, `[n, columns]`: the gradient of [`packed_project`](Self::packed_project)
-    /// with respect to `x`, for either kind of activations.
+    /// Computes `grad W`, `[n, columns]`, from `grad`, `[n, rows]`: the gradient of
+    /// [`packed_project`](Self::packed_project) with respect to `x`, for every precision of
+    /// activations.
     #[fusion(meta = |grad, _words, layout| shapes::project_backward(grad, layout))]
     fn packed_project_backward(
         grad: FloatTensor<Self>,
@@ -77,7 +81,7 @@ pub trait WeightOps: Backend {
         layout: PackedLayout,
     ) -> FloatTensor<Self>;
 
-    /// The rows of these numbers, `[n]`, all below `rows`, restored: `[n, columns]`.
+    /// Restores the rows with these numbers, `[n]`, all below `rows`, as `[n, columns]`.
     #[fusion(meta = |_words, ids, layout| shapes::rows(ids, layout))]
     fn packed_rows(
         words: IntTensor<Self>,
@@ -85,7 +89,7 @@ pub trait WeightOps: Backend {
         layout: PackedLayout,
     ) -> FloatTensor<Self>;
 
-    /// `n` rows from `start` on, restored: `[n, columns]`.
+    /// Restores `n` rows from `start` on, as `[n, columns]`.
     #[fusion(meta = |_words, layout, _start, n| shapes::floats([*n, layout.columns()]))]
     fn packed_restore(
         words: IntTensor<Self>,

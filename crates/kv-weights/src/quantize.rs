@@ -1,40 +1,41 @@
-//! Floats to packed weights.
+//! Quantizes floats to packed weights.
 
 use half::f16;
 
 use crate::{Error, PackedLayout, Result, WeightFormat, error::invalid};
 
-/// How the ranges of groups are chosen.
+/// The method of choosing the range of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Range {
-    /// All numbers of a group are in its range, and are rounded to the nearest.
+    /// All numbers of a group are in its range and are rounded to the nearest code.
     #[default]
     Whole,
-    /// The range, and for MXFP4 the power of two, of least squared error: of some narrower ones and the whole one.
+    /// The range with the least squared error, among the whole one and some narrower ones. For
+    /// MXFP4, the same choice among powers of two.
     LeastError,
 }
 
-/// How [`quantize`] makes packed weights.
+/// Options of [`quantize`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Quantize {
-    /// How the ranges of groups are chosen.
+    /// The method of choosing the range of a group.
     pub range: Range,
-    /// Whether the code of 0 is in the middle, 8 or 128, rather than where the range is best used. Not for MXFP4, which
-    /// has no other.
+    /// True if the zero code is the middle one, 8 or 128, instead of the one that best uses the
+    /// range. Ignored for MXFP4, which is always symmetric.
     pub symmetric: bool,
 }
 
 impl Quantize {
-    /// Sets how the ranges of groups are chosen.
+    /// Sets the method of choosing the range of a group.
     #[must_use]
     pub const fn with_range(mut self, range: Range) -> Self {
         self.range = range;
         self
     }
 
-    /// Sets whether the code of 0 is in the middle.
+    /// Sets whether the zero code is the middle one.
     #[must_use]
     pub const fn with_symmetric(mut self, symmetric: bool) -> Self {
         self.symmetric = symmetric;
@@ -42,16 +43,18 @@ impl Quantize {
     }
 }
 
-/// Ranges that are tried, as parts of the whole one.
+/// Numbers of candidate ranges, each narrower than the one before.
 const NARROWER: core::ops::Range<usize> = 0..20;
-/// What each is narrower than the one before.
+/// Difference between candidate ranges, as a part of the whole one.
 const NARROWING: f32 = 0.025;
 
-/// The blocks of a matrix of `[rows, columns]`, row after row: those of [`PackedMatrix::from_bytes`](crate::PackedMatrix::from_bytes).
+/// Quantizes a matrix of `[rows, columns]` and returns its blocks, row by row, as
+/// [`PackedMatrix::from_bytes`](crate::PackedMatrix::from_bytes) takes them.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a format that is read only; [`Error::Invalid`] for another number of weights, for one that
-/// is not finite or so large that the scale is not an f16, and for rows that are not whole groups.
+/// [`Error::Unsupported`] for a read-only format. [`Error::Invalid`] for a wrong number of weights,
+/// for rows that are not whole groups, and for weights that are not finite or need a scale beyond
+/// f16.
 pub fn quantize(
     weights: &[f32],
     shape: [usize; 2],
@@ -61,7 +64,7 @@ pub fn quantize(
     let layout = PackedLayout::new(format, shape)?;
     let [rows, columns] = shape;
     if rows.checked_mul(columns) != Some(weights.len()) {
-        let rule = format!("must be those of {rows} rows of {columns}");
+        let rule = format!("must be {rows} rows of {columns} columns");
         return Err(invalid("weights", weights.len(), rule));
     }
     let group: fn(&[f32], Quantize, &mut Vec<u8>) -> Option<()> = match format {
@@ -69,7 +72,8 @@ pub fn quantize(
         WeightFormat::Int8(_) => integers::<8>,
         WeightFormat::Mxfp4 => mxfp4,
         _ => {
-            let why = "it is read from files; int4, int8 and mxfp4 are made".into();
+            let why = "only int4, int8 and mxfp4 can be created; other formats are read from files"
+                .into();
             return Err(Error::Unsupported { what: format!("quantizing to {format}"), why });
         }
     };
@@ -81,21 +85,22 @@ pub fn quantize(
             let at = at.or_else(|| (0..weights.len()).max_by(largest)).unwrap_or(0);
             let (value, number) = (weights[at], i * weights.len() + at);
             let (row, column) = (number / columns, number % columns);
-            let rule = format!("must be finite, and its scale an f16 (row {row}, column {column})");
+            let rule =
+                format!("must be finite, with a scale within f16 (row {row}, column {column})");
             return Err(invalid("weight", value, rule));
         }
     }
     Ok(blocks)
 }
 
-/// A group as integers: `scale * (code - zero)`.
+/// Parameters of a group of integers: `scale * (code - zero)`.
 #[derive(Clone, Copy)]
 struct Parameters {
     scale: f32,
     zero: f32,
 }
 
-/// Adds a group of [`WeightFormat::Int4`] or [`WeightFormat::Int8`].
+/// Appends a group of [`WeightFormat::Int4`] or [`WeightFormat::Int8`].
 fn integers<const BITS: u32>(x: &[f32], options: Quantize, blocks: &mut Vec<u8>) -> Option<()> {
     let most = (1u32 << BITS) as f32 - 1.0;
     let (least, largest) = range(x)?;
@@ -136,32 +141,35 @@ fn integers<const BITS: u32>(x: &[f32], options: Quantize, blocks: &mut Vec<u8>)
     Some(())
 }
 
-/// Adds 32 codes of 4 bits, those of the first half in the lower halves of 16 bytes.
+/// Appends 32 codes of 4 bits, the first half in the lower halves of 16 bytes.
 fn halves(codes: &[u8], blocks: &mut Vec<u8>) {
     blocks.extend(codes[..16].iter().zip(&codes[16..]).map(|(low, high)| low | high << 4));
 }
 
-/// The least and the largest number, and 0. None if one is not finite.
+/// Returns the smallest and largest of all numbers and 0, or `None` if one is not finite.
 fn range(x: &[f32]) -> Option<(f32, f32)> {
     x.iter().try_fold((0.0f32, 0.0f32), |(least, largest), &x| {
         x.is_finite().then(|| (least.min(x), largest.max(x)))
     })
 }
 
-/// Adds a block of [`WeightFormat::Mxfp4`]. The power of two is that of the largest number, divided by 4, the power of
-/// two of the largest code, as the format's authors propose; one that is twice as large is tried as well.
+/// Appends a block of [`WeightFormat::Mxfp4`].
+///
+/// As the authors of the format propose, the power of two is that of the largest number, divided by
+/// 4, the power of two of the largest code. With [`Range::LeastError`], its neighbors are tried
+/// too.
 fn mxfp4(x: &[f32], options: Quantize, blocks: &mut Vec<u8>) -> Option<()> {
     const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let (least, largest) = range(x)?;
     let largest = largest.max(-least);
-    // Of numbers below the smallest normal one, the exponent is that of the smallest block.
+    // If all numbers are subnormal, the exponent is the smallest one.
     let exponent = (largest.to_bits() >> 23) as i32 - 2;
     let scale = |exponent: i32| 2f64.powi(exponent - 127) as f32;
     let code = |x: f32, scale: f32| {
         let magnitude = x.abs() / scale;
         let nearest = |a: &usize, b: &usize| {
             let distance = |i: usize| (MAGNITUDES[i] - magnitude).abs();
-            // Of two that are as near, the one with an even code.
+            // Ties go to the even code.
             distance(*a).total_cmp(&distance(*b)).then((a % 2).cmp(&(b % 2)))
         };
         let code = (0..8).min_by(nearest).unwrap_or(0) as u8;

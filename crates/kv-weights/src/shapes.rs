@@ -1,4 +1,4 @@
-//! Fusion's descriptions of outputs, before they are computed. All are f32.
+//! Output shapes of operations, as Fusion needs them in advance. All outputs are f32.
 
 use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 

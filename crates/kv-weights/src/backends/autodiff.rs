@@ -1,4 +1,4 @@
-//! Gradients with respect to what weights are multiplied with; the weights are frozen.
+//! Gradients with respect to activations; the weights are frozen.
 
 use burn::backend::{
     Backend,
@@ -13,7 +13,7 @@ use burn_autodiff::{
 
 use crate::{Activations, ExpertSelection, PackedLayout, WeightOps};
 
-/// [`WeightOps::packed_project`]; its state is the blocks.
+/// [`WeightOps::packed_project`] on the autodiff graph. Its state is the weights.
 #[derive(Debug)]
 struct Projection;
 
@@ -83,7 +83,7 @@ impl<B: WeightOps, C: CheckpointStrategy> WeightOps for Autodiff<B, C> {
     }
 }
 
-/// A tensor that records no gradient.
+/// Wraps a tensor that records no gradient.
 fn constant<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {

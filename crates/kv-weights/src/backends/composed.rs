@@ -1,4 +1,4 @@
-//! [`WeightOps::packed_fused`] and [`WeightOps::packed_gate`] made of the other operations of a backend.
+//! Fused operations composed of separate operations of a backend.
 
 use burn::{
     backend::{
@@ -9,39 +9,44 @@ use burn::{
 };
 
 use crate::{
-    Gate, WeightOps,
+    Activations, Gate, PackedLayout,
     fused::{FusedInputs, FusedPlan},
 };
 
-/// [`WeightOps::packed_fused`], an operation at a time.
-pub(crate) fn fused<B: WeightOps>(
+/// Computes `packed_fused` as separate operations, from `packed_project` and `packed_gate`.
+pub(crate) fn fused<B: Backend>(
     x: FloatTensor<B>,
     inputs: FusedInputs<B>,
     plan: &FusedPlan,
+    project: impl Fn(FloatTensor<B>, IntTensor<B>, PackedLayout, Activations) -> FloatTensor<B>,
+    gated: impl Fn(FloatTensor<B>, Gate) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
-    fused_around::<B>(x, inputs, plan, |x, words, gate| {
+    let products = |x: FloatTensor<B>, words: Vec<IntTensor<B>>, gate| {
         let parts = words.into_iter().zip(&plan.parts);
-        let products = parts
-            .map(|(words, layout)| B::packed_project(x.clone(), words, *layout, plan.activations));
+        let products =
+            parts.map(|(words, layout)| project(x.clone(), words, *layout, plan.activations));
         let mut products: Vec<_> = products.collect();
         let y = match products.len() {
             1 => products.swap_remove(0),
             _ => B::float_cat(products, 1),
         };
         match gate {
-            Some(gate) => B::packed_gate(y, gate),
+            Some(gate) => gated(y, gate),
             None => y,
         }
-    })
+    };
+    fused_around::<B>(x, inputs, plan, products, &gated)
 }
 
-/// [`WeightOps::packed_fused`], an operation at a time but for `products` with all matrices and, where nothing comes
-/// between them, the gate.
-pub(crate) fn fused_around<B: WeightOps>(
+/// Computes `packed_fused` as separate operations around `products`.
+///
+/// `products` multiplies with all matrices and also applies the gate, unless a bias comes between.
+pub(crate) fn fused_around<B: Backend>(
     x: FloatTensor<B>,
     inputs: FusedInputs<B>,
     plan: &FusedPlan,
     products: impl FnOnce(FloatTensor<B>, Vec<IntTensor<B>>, Option<Gate>) -> FloatTensor<B>,
+    gated: impl FnOnce(FloatTensor<B>, Gate) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
     let columns = plan.parts[0].columns();
     let x = match inputs.norm.into_option() {
@@ -55,7 +60,7 @@ pub(crate) fn fused_around<B: WeightOps>(
             let bias = B::float_reshape(bias, Shape::new([1, plan.rows()]));
             let y = B::float_add(products(x, words, None), bias);
             match plan.gate {
-                Some(gate) => B::packed_gate(y, gate),
+                Some(gate) => gated(y, gate),
                 None => y,
             }
         }
@@ -66,7 +71,7 @@ pub(crate) fn fused_around<B: WeightOps>(
     }
 }
 
-/// The norm of the rows of `x` with gains `[1, columns]`.
+/// Normalizes the rows of `x`, with gains `[1, columns]`.
 fn norm<B: Backend>(x: FloatTensor<B>, gains: FloatTensor<B>, plan: &FusedPlan) -> FloatTensor<B> {
     let squares = B::float_mul(x.clone(), x.clone());
     let mean = B::float_mean_dim(squares, 1);
@@ -78,7 +83,7 @@ fn norm<B: Backend>(x: FloatTensor<B>, gains: FloatTensor<B>, plan: &FusedPlan) 
     B::float_mul(B::float_div(x, root), gains)
 }
 
-/// [`WeightOps::packed_gate`], an operation at a time.
+/// Computes `packed_gate` as separate operations.
 pub(crate) fn gate<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
     let [_, width] = x.shape().dims();
     let half = |start: usize| {
@@ -88,7 +93,7 @@ pub(crate) fn gate<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> 
     B::float_mul(opened::<B>(half(0), gate), half(width / 2))
 }
 
-/// What a gate makes of its numbers.
+/// Applies the nonlinearity of a gate.
 fn opened<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
     let z = match gate {
         Gate::Silu => x.clone(),

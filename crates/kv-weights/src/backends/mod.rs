@@ -1,4 +1,4 @@
-//! `WeightOps` for each of Burn's backends.
+//! Implementations of `WeightOps` for Burn's backends.
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
@@ -15,8 +15,10 @@ pub use flex::in_parts;
 
 use crate::{Error, Result};
 
-/// Checks that weights can be multiplied packed on `device`: that it belongs to a backend that this crate's features
-/// give its operations. Burn may have been built with other backends as well.
+/// Checks that packed weights can be multiplied on `device`.
+///
+/// The device must belong to a backend enabled by this crate's features. Burn may have been built
+/// with other backends as well.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
@@ -33,14 +35,12 @@ pub fn check_device(op: &str, device: &Device) -> Result<()> {
         #[cfg(feature = "flex")]
         burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
-        _ => unsupported(
-            "packed weights are multiplied on Flex, WGPU and CUDA, each if built with its feature",
-        ),
+        _ => unsupported("packed weights need Flex, WGPU or CUDA, and the feature of that name"),
     }
 }
 
-/// Bytes of the largest buffer that the kernels of `device` can have, by its memory and by what its indices count; `None`
-/// if there is no limit but memory.
+/// Returns the size in bytes of the largest buffer that kernels on `device` can use, or `None` if
+/// only memory limits it. The limits are those of allocations and of index types.
 #[allow(unused_variables, reason = "without a CubeCL backend there is no limit")]
 pub fn largest_buffer(device: &Device) -> Option<u64> {
     #[cfg(feature = "cube")]
@@ -58,7 +58,7 @@ pub fn largest_buffer(device: &Device) -> Option<u64> {
     None
 }
 
-/// Checks that the kernels of `device` can have a buffer of `bytes`, those of what `what` says.
+/// Checks that kernels on `device` can use a buffer of `bytes`, which holds `what`.
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `what` and the limit.
@@ -67,7 +67,7 @@ pub(crate) fn check_bytes(
     bytes: usize,
     device: &Device,
 ) -> Result<()> {
-    /// What every device has: the least limit that WebGPU allows.
+    /// Size supported by every device: the minimum that WebGPU guarantees.
     const EVERYWHERE: usize = 128 << 20;
     if bytes <= EVERYWHERE {
         return Ok(());
@@ -75,11 +75,11 @@ pub(crate) fn check_bytes(
     within(what, bytes, largest_buffer(device))
 }
 
-/// Whether `bytes` are within a device's largest buffer.
+/// Checks `bytes` against a device's largest buffer.
 fn within(what: impl FnOnce() -> String, bytes: usize, largest: Option<u64>) -> Result<()> {
     let Some(most) = largest.filter(|&most| bytes as u64 > most) else { return Ok(()) };
     let why = format!(
-        "it takes {bytes} bytes, and the device has buffers of at most {most}; split its rows"
+        "it needs {bytes} bytes, but a buffer of the device holds at most {most}; split its rows"
     );
     Err(Error::Unsupported { what: what(), why })
 }
@@ -89,16 +89,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn matrices_beyond_the_limit_are_named() {
+    fn matrices_beyond_the_limit_are_rejected() {
         let what = || "a matrix [262144, 2304] of q6_k".to_string();
-        // What WebGPU guarantees that can be bound at once.
+        // The binding size that WebGPU guarantees.
         let limit = Some(128 << 20);
         assert!(within(what, 128 << 20, limit).is_ok());
         let message = within(what, 495_452_160, limit).unwrap_err().to_string();
         assert_eq!(
             message,
-            "a matrix [262144, 2304] of q6_k is not supported: it takes 495452160 bytes, and the device has buffers of \
-             at most 134217728; split its rows"
+            "a matrix [262144, 2304] of q6_k is not supported: it needs 495452160 bytes, but a \
+             buffer of the device holds at most 134217728; split its rows"
         );
         assert!(within(what, 1 << 40, None).is_ok());
     }

@@ -1,47 +1,49 @@
-//! Blocks in kernels: each format unpacks 32 numbers at a time into bytes, four to a word, and all kernels are made of
-//! that. Arithmetic that formats share is here too, in u32 and f32 only.
+//! Blocks in kernels.
+//!
+//! Each format unpacks 32 numbers at a time into bytes, four to a word, and all kernels build on
+//! that. Arithmetic shared by formats is here too, in u32 and f32 only.
 
 use cubecl::prelude::*;
 
-/// Numbers that are unpacked together. All blocks are whole numbers of them.
+/// Numbers unpacked at a time, a divisor of every block size.
 pub(crate) const SPAN: usize = 32;
-/// Words of their codes, if these are bytes.
+/// Words of the codes of a span, at a byte per code.
 pub(crate) const SPAN_WORDS: usize = 8;
 
-/// A format in kernels. Number `i` of a span is `code(i) * scale + min`, computed in f32.
+/// A format as kernels read it. Number `i` of a span is `code(i) * scale + min`, computed in f32.
 #[cube]
 pub(crate) trait BlocksInKernels: Send + Sync + 'static {
-    /// Numbers of a block.
+    /// Numbers in a block.
     const NUMBERS: usize;
-    /// Bytes of a block.
+    /// Bytes in a block.
     const BYTES: usize;
-    /// Codes of a word: 4, or 2 numbers of 16 bits.
+    /// Codes in a word: 4, or 2 numbers of 16 bits.
     const PER_WORD: usize;
-    /// Whether there are scales. Otherwise a code is the number that it stands for.
+    /// True if there are scales. Otherwise codes are the numbers themselves.
     const SCALES: bool;
-    /// Whether the second half of a span has a scale of its own.
+    /// True if the second half of a span has a scale of its own.
     const HALVES: bool;
-    /// Whether there are minima.
+    /// True if there are minima.
     const MINS: bool;
 
-    /// Unpacks span `index` of the block that begins at byte `at` of `words`. `high` is left as it is if spans have
-    /// one scale, `min` if there are none.
+    /// Unpacks span `index` of the block that begins at byte `at` of `words`. Leaves `high`
+    /// unchanged if spans have one scale, and `min` if there are no minima.
     fn unpack(words: &[u32], at: usize, index: usize, span: &mut Span);
 
-    /// What code `index` of a word stands for.
+    /// Returns the value of code `index` of a word.
     fn code(word: u32, #[comptime] index: usize) -> f32;
 }
 
-/// 32 numbers, unpacked.
+/// 32 unpacked numbers.
 #[derive(CubeType)]
 pub(crate) struct Span {
-    /// Their codes, [`BlocksInKernels::PER_WORD`] to a word.
+    /// Codes, [`BlocksInKernels::PER_WORD`] to a word.
     pub(crate) codes: Array<u32>,
-    /// The scale of all, or of the first half.
+    /// The scale, or that of the first half.
     pub(crate) low: f32,
     /// The scale of the second half.
     pub(crate) high: f32,
-    /// What is added to all.
+    /// The minimum.
     pub(crate) min: f32,
 }
 
@@ -55,13 +57,13 @@ pub(crate) fn new_span<F: BlocksInKernels>() -> Span {
     }
 }
 
-/// The byte at which the block of span `index` of a row begins.
+/// Returns the first byte of the block that holds span `index` of a row.
 #[cube]
 pub(crate) fn block_at<F: BlocksInKernels>(row: usize, index: usize, row_bytes: usize) -> usize {
     row * row_bytes + index / comptime!(F::NUMBERS / SPAN) * comptime!(F::BYTES)
 }
 
-/// [`BlocksInKernels::unpack`] of span `index` of a row.
+/// Unpacks span `index` of a row.
 #[cube]
 pub(crate) fn unpack_row<F: BlocksInKernels>(
     words: &[u32],
@@ -74,14 +76,14 @@ pub(crate) fn unpack_row<F: BlocksInKernels>(
     F::unpack(words, at, index % comptime!(F::NUMBERS / SPAN), span);
 }
 
-/// What code `index` of an unpacked span stands for.
+/// Returns the value of code `index` of an unpacked span.
 #[cube]
 pub(crate) fn code<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
     let word = span.codes[comptime!(index / F::PER_WORD)];
     F::code(word, comptime!(index % F::PER_WORD))
 }
 
-/// Number `index` of an unpacked span.
+/// Returns number `index` of an unpacked span.
 #[cube]
 pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
     let mut number = code::<F>(span, index);
@@ -98,19 +100,19 @@ pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) 
     number
 }
 
-/// Byte `index` of a word.
+/// Returns byte `index` of a word.
 #[cube]
 pub(super) fn byte(word: u32, #[comptime] index: usize) -> u32 {
     (word >> comptime!(8 * index as u32)) & 0xffu32
 }
 
-/// The word at byte `at`, which is a multiple of 4.
+/// Returns the word at byte `at`, a multiple of 4.
 #[cube]
 pub(super) fn word(words: &[u32], at: usize) -> u32 {
     words[at / 4]
 }
 
-/// Copies so many words from byte `at` on, a multiple of 4.
+/// Copies `n` words from byte `at` on, a multiple of 4.
 #[cube]
 pub(super) fn copy_words(words: &[u32], at: usize, #[comptime] n: usize, span: &mut Span) {
     #[unroll]
@@ -119,14 +121,17 @@ pub(super) fn copy_words(words: &[u32], at: usize, #[comptime] n: usize, span: &
     }
 }
 
-/// The 16 bits at byte `at`, which is even.
+/// Returns the 16 bits at byte `at`, a multiple of 2.
 #[cube]
 pub(super) fn short(words: &[u32], at: usize) -> u32 {
     (words[at / 4] >> (at as u32 % 4u32 * 8u32)) & 0xffffu32
 }
 
-/// Words of the `bytes` from byte `at` on, where `at` is a multiple of `step`: 1 or 2. No word is read that has none of
-/// these bytes, provided that `bytes` is not a multiple of 4 or that others follow.
+/// Returns `bytes` bytes from byte `at` on, as words. `at` is a multiple of `step`, which is 1 or
+/// 2.
+///
+/// Only words that hold some of these bytes are read, if `bytes` is not a multiple of 4 or if other
+/// bytes follow.
 #[cube]
 pub(super) fn words_at(
     words: &[u32],
@@ -143,7 +148,7 @@ pub(super) fn words_at(
     for i in 0..n {
         if comptime!(i + 1 < (bytes + 4 - step).div_ceil(4)) {
             let high = words[first + i + 1];
-            // A shift by 32 is none.
+            // Two shifts, since `high` must vanish if `shift` is 0, and a shift by 32 does nothing.
             found[i] = (low >> shift) | ((high << (31u32 - shift)) << 1u32);
             low = high;
         } else {
@@ -153,12 +158,12 @@ pub(super) fn words_at(
     found
 }
 
-/// Value of the f16 with the low 16 `bits`.
+/// Returns the value of the f16 in the low 16 `bits`.
 #[cube]
 pub(super) fn half_value(bits: u32) -> f32 {
     let exponent = (bits >> 10u32) & 31u32;
     let mantissa = bits & 1023u32;
-    // Infinite and no number stay so.
+    // Keeps infinities and NaN.
     let exponent_wide = select(exponent == 31u32, 255u32, exponent + 112u32);
     let normal = f32::reinterpret((exponent_wide << 23u32) | (mantissa << 13u32));
     let small = f32::cast_from(mantissa) * 5.960_464_5e-8f32;
@@ -166,39 +171,22 @@ pub(super) fn half_value(bits: u32) -> f32 {
     select((bits & 0x8000u32) == 0u32, magnitude, -magnitude)
 }
 
-/// Writes 32 codes of 4 bits: those of the first half are in the lower halves of the 16 bytes of four words.
+/// Unpacks 8 of 32 codes of 4 bits from word `index` of four. Codes of the first half of the span
+/// are in the lower halves of the bytes.
 #[cube]
 pub(super) fn nibbles(word: u32, #[comptime] index: usize, span: &mut Span) {
     span.codes[index] = word & 0x0f0f_0f0fu32;
     span.codes[comptime!(index + 4)] = (word >> 4u32) & 0x0f0f_0f0fu32;
 }
 
-/// Adds the fifth bits of 32 codes, which are the bits of a word.
+/// Adds the fifth bits of 32 codes, given as one word.
 #[cube]
 pub(super) fn add_fifth_bits(bits: u32, span: &mut Span) {
     #[unroll]
     for i in 0..SPAN_WORDS {
         let four = (bits >> comptime!(4 * i as u32)) & 15u32;
-        // A bit every 7 bits, of which those in the right place are kept.
+        // The product has copies of the four bits, 7 bits apart. The mask keeps one bit of each
+        // copy.
         span.codes[i] |= ((four * 0x0020_4081u32) & 0x0101_0101u32) << 4u32;
     }
-}
-
-/// Scale and minimum of 6 bits of span `index` of a block of 256 that begins at byte `at`, `[d, dmin, 12 bytes]`.
-#[cube]
-pub(super) fn six_bit_scales(words: &[u32], at: usize, index: usize, span: &mut Span) {
-    let first = at / 4;
-    let both = words[first];
-    let shift = index as u32 % 4u32 * 8u32;
-    let scales = words[first + 1] >> shift;
-    let mins = words[first + 2] >> shift;
-    let mut scale = scales & 63u32;
-    let mut min = mins & 63u32;
-    if index >= 4 {
-        let last = words[first + 3] >> shift;
-        scale = (last & 15u32) | (((scales >> 6u32) & 3u32) << 4u32);
-        min = ((last >> 4u32) & 15u32) | (((mins >> 6u32) & 3u32) << 4u32);
-    }
-    span.low = half_value(both) * f32::cast_from(scale);
-    span.min = -(half_value(both >> 16u32) * f32::cast_from(min));
 }

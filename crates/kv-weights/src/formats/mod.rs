@@ -1,14 +1,15 @@
-//! The formats of packed weights: a folder for each kind of block, with its layout and how the CPU
-//! and kernels unpack it, and one table of them all.
+//! The formats of packed weights.
+//!
+//! Each kind of block has a folder with its layout and how the CPU and kernels unpack it. One table
+//! lists all formats.
 
 pub(crate) mod affine;
+pub(crate) mod affine_k;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 pub(crate) mod floats;
 pub(crate) mod grouped;
 pub(crate) mod mxfp4;
-pub(crate) mod q4_k;
-pub(crate) mod q5_k;
 pub(crate) mod q6_k;
 pub(crate) mod scaled;
 pub(crate) mod unpack;
@@ -23,22 +24,22 @@ pub use grouped::GroupSize;
 
 use crate::{Error, error::invalid};
 
-/// Properties of a format that need no block.
+/// Properties of a format.
 pub(crate) struct Spec {
-    /// Numbers of a block.
+    /// Numbers in a block.
     numbers: usize,
-    /// Bytes of a block.
+    /// Bytes in a block.
     bytes: usize,
-    /// The bytes of a block at which f16 numbers begin.
+    /// Byte offsets of the f16 numbers of a block.
     halves: &'static [usize],
-    /// The byte of a block that is the exponent of a power of two, with a bias of 127.
+    /// Byte offset of the exponent of a power of two, with a bias of 127.
     exponent: Option<usize>,
 }
 
-/// Defines [`WeightFormat`] and all that is chosen by it from a table of its variants.
+/// Defines [`WeightFormat`] and the dispatch on it from a table of its variants.
 ///
-/// A row is `Variant = "name" (GGML type), folder::Type;`. `Type` is in `folder/unpack.rs`, where it
-/// implements [`Blocks`](unpack::Blocks), and in `folder/cube.rs`. The table has three parts:
+/// A row is `Variant = "name" (GGML type), folder::Type;`. `Type` is in `folder/unpack.rs`, where
+/// it implements [`Blocks`](unpack::Blocks), and in `folder/cube.rs`. The table has three parts:
 /// `codes`, `grouped` (rows with a name for each [`GroupSize`]) and `floats`, whose types implement
 /// [`Wide`](unpack::Wide) instead. The first token is a dollar sign for the macros defined inside.
 macro_rules! formats {
@@ -60,11 +61,10 @@ macro_rules! formats {
                 $float_folder:ident::$float_type:ident;
         )+ }
     ) => {
-        /// How the numbers of a matrix are packed: in blocks of codes with their scales, or in 16
-        /// bits.
+        /// A format of packed numbers: blocks of codes with their scales, or 16-bit floats.
         ///
-        /// GGML's formats have the same bytes as in GGUF files
-        /// (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
+        /// GGML's formats have the same bytes as in GGUF files:
+        /// <https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum WeightFormat {
@@ -216,10 +216,10 @@ formats! {
         Q8_0 = "q8_0" (8), scaled::Scaled<8>;
         /// 256 codes of 4 bits, in groups of 32 with a scale and a minimum of 6 bits; 4.5 bits per
         /// number.
-        Q4K = "q4_k" (12), q4_k::Q4K;
+        Q4K = "q4_k" (12), affine_k::AffineK<4>;
         /// 256 codes of 5 bits, in groups of 32 with a scale and a minimum of 6 bits; 5.5 bits per
         /// number.
-        Q5K = "q5_k" (13), q5_k::Q5K;
+        Q5K = "q5_k" (13), affine_k::AffineK<5>;
         /// 256 codes of 6 bits, in groups of 16 with a scale of 8 bits; 6.5625 bits per number.
         Q6K = "q6_k" (14), q6_k::Q6K;
         /// 32 numbers of 4 bits (E2M1) with a power of two, as in the Open Compute Project's
@@ -257,12 +257,12 @@ pub(crate) use with_blocks;
 pub(crate) use with_kernels;
 
 impl WeightFormat {
-    /// Numbers of a block.
+    /// Returns the number of weights in a block.
     pub const fn block_numbers(self) -> usize {
         self.spec().numbers
     }
 
-    /// Bytes of a block.
+    /// Returns the number of bytes in a block.
     pub const fn block_bytes(self) -> usize {
         self.spec().bytes
     }
@@ -275,19 +275,19 @@ impl WeightFormat {
         numbers
     }
 
-    /// The first of these blocks whose numbers are not all finite in f32.
+    /// Returns the index of the first block whose numbers are not all finite in f32.
     pub(crate) fn not_finite(self, blocks: &[u8]) -> Option<usize> {
         let &Spec { bytes, halves, exponent, .. } = self.spec();
         blocks.chunks_exact(bytes).position(|block| {
-            // An f16 with all bits of its exponent set is infinite or no number.
+            // An f16 with all exponent bits set is infinite or NaN.
             halves.iter().fold(false, |any, at| any | (block[at + 1] & 0x7c == 0x7c))
-                // The largest code is 6, so that two more exponents overflow than the one that means no number.
+                // The largest code is 6, so two exponents below that of NaN also overflow.
                 || exponent.is_some_and(|at| block[at] > 252)
                 || self == Self::Bf16 && !floats::bf16_finite(block)
         })
     }
 
-    /// The format of GGML's type of this number, if it is one of these.
+    /// Returns the format with this GGML type number, if there is one.
     pub fn from_ggml_type(number: u32) -> Option<Self> {
         Self::ALL.iter().copied().find(|format| format.ggml_type() == Some(number))
     }

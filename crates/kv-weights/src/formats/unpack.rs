@@ -1,4 +1,4 @@
-//! Blocks on the CPU: each format unpacks its blocks into bytes, and all portable code is built on that.
+//! Blocks on the CPU: each format unpacks its blocks into bytes, on which all portable code builds.
 
 use std::borrow::Cow;
 
@@ -6,34 +6,35 @@ use half::f16;
 
 use super::{WeightFormat, with_blocks};
 
-/// The most numbers that a block has.
+/// The most numbers in a block of any format.
 pub(crate) const MOST: usize = 256;
 
-/// A format as the CPU reads it. Number `i` of a block is `scale * (code - ZERO) + min`, computed in f32, with a
-/// scale for each [`SPAN`](Self::SPAN) numbers and, if [`MINS`](Self::MINS), a minimum for each 32.
+/// A format as the CPU reads it. Number `i` of a block is `scale * (code - ZERO) + min`, computed
+/// in f32. There is a scale for each [`SPAN`](Self::SPAN) numbers and, if [`MINS`](Self::MINS), a
+/// minimum for each 32.
 pub(crate) trait Blocks: Copy + Default + Send + Sync + 'static {
-    /// Numbers of a block.
+    /// Numbers in a block.
     const NUMBERS: usize;
-    /// Bytes of a block.
+    /// Bytes in a block.
     const BYTES: usize;
-    /// The code of 0.
+    /// The zero code.
     const ZERO: u8;
-    /// Numbers of a scale, 32 or 16.
+    /// Numbers that share a scale, 32 or 16.
     const SPAN: usize;
-    /// Whether there are minima.
+    /// True if there are minima.
     const MINS: bool;
 
-    /// Unpacks a block of [`BYTES`](Self::BYTES): `NUMBERS` codes, `NUMBERS / SPAN` scales, `NUMBERS / 32` minima,
-    /// which are left as they are if there are none.
+    /// Unpacks a block of [`BYTES`](Self::BYTES) into `NUMBERS` codes, `NUMBERS / SPAN` scales and,
+    /// if there are any, `NUMBERS / 32` minima.
     fn unpack<H: Halves>(block: &[u8], codes: &mut [u8], scales: &mut [f32], mins: &mut [f32]);
 }
 
-/// A format of numbers of 16 bits, which are no codes: each stands for itself.
+/// A format of 16-bit floats.
 pub(crate) trait Wide: Copy + Default + Send + Sync + 'static {
-    /// The number with these bits.
+    /// Returns the number with these bits.
     fn widened(bits: u16) -> f32;
 
-    /// As many numbers as there are bits.
+    /// Widens as many numbers as there are bits.
     #[inline(always)]
     fn widen(bits: &[u16], out: &mut [f32]) {
         for (out, &bits) in out.iter_mut().zip(bits) {
@@ -42,13 +43,13 @@ pub(crate) trait Wide: Copy + Default + Send + Sync + 'static {
     }
 }
 
-/// How scales of 16 bits become f32.
+/// Conversion of f16 scales to f32.
 pub(crate) trait Halves {
-    /// The number with these bits.
+    /// Returns the number with these bits.
     fn widened(bits: u16) -> f32;
 }
 
-/// By what the processor turns out to have when it is called.
+/// Conversion that detects the processor's instructions at each call.
 #[derive(Clone, Copy)]
 pub(crate) struct AnyHalves;
 
@@ -59,13 +60,13 @@ impl Halves for AnyHalves {
     }
 }
 
-/// The f16 at byte `at`.
+/// Reads the f16 at byte `at`.
 #[inline(always)]
 pub(super) fn half<H: Halves>(block: &[u8], at: usize) -> f32 {
     H::widened(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
-/// 32 codes of 4 bits: those of the first half in the lower halves of the 16 bytes.
+/// Unpacks 32 codes of 4 bits: the first half is in the lower halves of the 16 bytes.
 #[inline(always)]
 pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     let (low, high) = codes.split_at_mut(16);
@@ -75,7 +76,7 @@ pub(super) fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Adds the fifth bits of 32 codes, which are the bits of a word.
+/// Adds the fifth bits of 32 codes, stored as a word at byte `at`.
 #[inline(always)]
 pub(super) fn add_fifth_bits(block: &[u8], at: usize, codes: &mut [u8]) {
     let bits = u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
@@ -84,23 +85,7 @@ pub(super) fn add_fifth_bits(block: &[u8], at: usize, codes: &mut [u8]) {
     }
 }
 
-/// The eight scales and minima of 6 bits of a block of 256, `[d, dmin, 12 bytes]`.
-#[inline(always)]
-pub(super) fn six_bit_scales<H: Halves>(block: &[u8], scales: &mut [f32], mins: &mut [f32]) {
-    let (d, dmin, packed) = (half::<H>(block, 0), half::<H>(block, 2), &block[4..16]);
-    for j in 0..8 {
-        let (scale, min) = if j < 4 {
-            (packed[j] & 63, packed[j + 4] & 63)
-        } else {
-            let both = packed[j + 4];
-            (both & 15 | packed[j - 4] >> 6 << 4, both >> 4 | packed[j] >> 6 << 4)
-        };
-        scales[j] = d * f32::from(scale);
-        mins[j] = -(dmin * f32::from(min));
-    }
-}
-
-/// Writes the numbers of whole blocks of any format.
+/// Restores whole blocks of any format.
 #[inline(always)]
 pub(crate) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
     with_blocks!(format, F => restore_blocks::<F>(blocks, out), wide W => {
@@ -108,7 +93,7 @@ pub(crate) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
     });
 }
 
-/// The bits of the numbers of blocks; copied only where they do not lie at even addresses.
+/// Returns the bits of 16-bit floats, copied only if they are at odd addresses.
 pub(crate) fn bits(blocks: &[u8]) -> Cow<'_, [u16]> {
     match bytemuck::try_cast_slice(blocks) {
         Ok(bits) => Cow::Borrowed(bits),
@@ -116,7 +101,7 @@ pub(crate) fn bits(blocks: &[u8]) -> Cow<'_, [u16]> {
     }
 }
 
-/// Writes the numbers of whole blocks.
+/// Restores whole blocks.
 #[inline(always)]
 pub(crate) fn restore_blocks<F: Blocks>(blocks: &[u8], out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / 32]);

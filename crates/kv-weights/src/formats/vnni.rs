@@ -1,28 +1,28 @@
-//! Groups of blocks in vectors of 64 bytes, for processors that multiply bytes: AVX-512 with VNNI.
+//! Groups of blocks in vectors of 64 bytes, for processors with AVX-512 and VNNI.
 
 use core::arch::x86_64::*;
 
 use super::unpack::Blocks;
 
-/// Numbers of a group: four times 32.
+/// Numbers in a group: four times 32.
 pub(crate) const GROUP: usize = 128;
 
-/// The most bytes of a group whose blocks may be fewer in the last group of a row.
+/// The most bytes in a group of a format that can have an incomplete last group in a row.
 pub(crate) const MOST_BYTES: usize = 4 * 36;
 
-/// A format as kernels with AVX-512 read it, 128 numbers at a time or twice as many.
+/// A format as AVX-512 kernels read it, one or two groups of 128 numbers at a time.
 pub(crate) trait Groups: Blocks {
-    /// The group of this number in a row.
+    /// Unpacks group `group` of a row.
     ///
     /// # Safety
-    /// The processor has AVX-512 with BW, DQ, VL and VNNI, and the blocks of the group, whole ones of 32 or 256
-    /// numbers, are behind `row`.
+    /// The processor has AVX-512 with BW, DQ, VL and VNNI, and all blocks of the group are readable
+    /// behind `row`.
     unsafe fn group(row: *const u8, group: usize) -> Group<1>;
 
-    /// The pair of groups of this number in a row. What two groups share is unpacked once where a block is as long.
+    /// Unpacks pair `pair` of groups of a row. Formats with blocks of 256 unpack shared data once.
     ///
     /// # Safety
-    /// As for both groups.
+    /// The same as for both groups.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
@@ -37,62 +37,37 @@ pub(crate) trait Groups: Blocks {
     }
 }
 
-/// `N` times 128 numbers, one or two.
+/// One or two times 128 numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Group<const N: usize> {
-    /// The codes of each 128: those of the first halves of the four times 32 numbers, and those of the second halves.
+    /// For each 128, the codes of the first halves of all four times 32 numbers, then those of the
+    /// second halves.
     pub(crate) codes: [[__m512i; 2]; N],
-    /// Scales of each 32 numbers: of the first halves and of the second, which are the same if they are of 32 numbers.
-    /// Lanes without numbers are 0.
+    /// Scales of the first halves of each 32 numbers and of the second halves, which are equal if
+    /// 32 numbers share a scale. Lanes without numbers are 0.
     pub(crate) scales: [__m256; 2],
-    /// Minima of each 32 numbers, if there are any, otherwise 0.
+    /// Minima of each 32 numbers, or 0 if there are none.
     pub(crate) mins: __m256,
 }
 
 impl Group<1> {
-    /// Four times 32 numbers without minima.
+    /// Creates a group without minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled(codes: [__m512i; 2], scales: __m128) -> Self {
         Self::scaled_from(codes, scales, _mm_setzero_ps())
     }
 
-    /// Four times 32 numbers with minima.
+    /// Creates a group with minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled_from(codes: [__m512i; 2], scales: __m128, mins: __m128) -> Self {
         let [scales, mins] = [scales, mins].map(|four| _mm256_zextps128_ps256(four));
         Self { codes: [codes], scales: [scales; 2], mins }
     }
-
-    /// A half of a block of 256 with [`six_bit_scales`].
-    ///
-    /// # Safety
-    /// 16 bytes of the block are there.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) unsafe fn of_half(codes: [__m512i; 2], block: *const u8, half: usize) -> Self {
-        // SAFETY: as the caller says.
-        let [scales, mins] = unsafe { six_bit_scales(block) };
-        Self::scaled_from(codes, half_of(scales, half), half_of(mins, half))
-    }
 }
 
-impl Group<2> {
-    /// A block of 256 with [`six_bit_scales`].
-    ///
-    /// # Safety
-    /// 16 bytes of the block are there.
-    #[inline]
-    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) unsafe fn of_block(codes: [[__m512i; 2]; 2], block: *const u8) -> Self {
-        // SAFETY: as the caller says.
-        let [scales, mins] = unsafe { six_bit_scales(block) };
-        Self { codes, scales: [scales; 2], mins }
-    }
-}
-
-/// The four lanes of a half.
+/// Returns the four lanes of a half.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
@@ -102,10 +77,10 @@ pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
     }
 }
 
-/// Four times 16 bytes, `stride` apart.
+/// Loads four times 16 bytes, `stride` apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
@@ -113,10 +88,10 @@ pub(super) unsafe fn four(from: *const u8, stride: usize) -> __m512i {
     unsafe { four_at(|i| from.wrapping_add(i * stride)) }
 }
 
-/// Four times 16 bytes.
+/// Loads four times 16 bytes.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
@@ -128,24 +103,24 @@ pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
     _mm512_inserti32x4::<3>(all, part(3))
 }
 
-/// Four f16, `stride` bytes apart.
+/// Loads four f16 numbers, `stride` bytes apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> __m128 {
     // SAFETY: as the caller says.
     let half = |i: usize| unsafe { u64::from(from.add(i * stride).cast::<u16>().read_unaligned()) };
-    // Two by two: a chain of four would be waited for.
+    // Combined in pairs, which is a shorter dependency chain than one after the other.
     let four = half(0) | half(1) << 16 | (half(2) | half(3) << 16) << 32;
     _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }
 
-/// Four times two f16, `stride` bytes apart: the first ones, and the second ones.
+/// Loads four pairs of f16 numbers, `stride` bytes apart: the first of each, and the second.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn four_pairs(from: *const u8, stride: usize) -> [__m128; 2] {
@@ -156,10 +131,10 @@ pub(super) unsafe fn four_pairs(from: *const u8, stride: usize) -> [__m128; 2] {
     [half_of(halves, 0), half_of(halves, 1)]
 }
 
-/// Four words.
+/// Loads four words.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m128i {
@@ -168,7 +143,7 @@ pub(super) unsafe fn words_at(from: impl Fn(usize) -> *const u8) -> __m128i {
     _mm_setr_epi32(word(0), word(1), word(2), word(3))
 }
 
-/// The lower and the upper four bits of each byte.
+/// Returns the lower and the upper four bits of each byte.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
@@ -176,10 +151,10 @@ pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
     [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
 }
 
-/// Adds the fifth bits of four blocks: `bits` are the words with them, `stride` bytes apart.
+/// Adds the fifth bits of four blocks, stored as words from `bits` on, `stride` bytes apart.
 ///
 /// # Safety
-/// The bytes are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn add_fifth_bits(
@@ -198,44 +173,9 @@ pub(super) unsafe fn add_fifth_bits(
     [set_bits(codes[0], first, fifth), set_bits(codes[1], second, fifth)]
 }
 
-/// The codes with a bit more, which they lack, where the mask has a 1.
+/// Adds `bit`, which no code has, to the codes where the mask is 1.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn set_bits(codes: __m512i, mask: u64, bit: __m512i) -> __m512i {
     _mm512_mask_add_epi8(codes, mask, codes, bit)
-}
-
-/// The scales and the minima of the eight times 32 numbers in a block of 256.
-///
-/// # Safety
-/// 16 bytes are there.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn six_bit_scales(block: *const u8) -> [__m256; 2] {
-    // SAFETY: as the caller says.
-    let [d, last] = [0, 12].map(|at| unsafe { block.add(at).cast::<u32>().read_unaligned() });
-    // SAFETY: as the caller says.
-    let first = unsafe { block.add(4).cast::<u64>().read_unaligned() };
-    // Four scales, then four minima, a byte each; the same of the other half, whose upper two bits lie in the first.
-    let low = first & 0x3f3f_3f3f_3f3f_3f3f;
-    let high = u64::from(last) | u64::from(last) << 28;
-    let high = high & 0x0f0f_0f0f_0f0f_0f0f | first >> 2 & 0x3030_3030_3030_3030;
-    let both = _mm_set_epi64x(high.cast_signed(), low.cast_signed());
-    let both = _mm_shuffle_epi32::<0b11_01_10_00>(both);
-    let [scales, mins] = [both, _mm_unpackhi_epi64(both, both)]
-        .map(|bytes| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
-    // Minima are subtracted.
-    let steps = _mm_cvtph_ps(_mm_cvtsi32_si128((d ^ 0x8000_0000).cast_signed()));
-    let of_mins = _mm256_broadcastss_ps(_mm_movehdup_ps(steps));
-    [_mm256_mul_ps(scales, _mm256_broadcastss_ps(steps)), _mm256_mul_ps(mins, of_mins)]
-}
-
-/// Codes of two times 64 in the order of [`Group::codes`]: 32 bytes of a group are the lower halves of 32 bytes, the
-/// next group the upper halves.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn by_halves([low, high]: [__m512i; 2]) -> [__m512i; 2] {
-    let first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-    let second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    [_mm512_permutex2var_epi64(low, first, high), _mm512_permutex2var_epi64(low, second, high)]
 }

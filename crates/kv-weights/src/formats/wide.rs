@@ -1,4 +1,4 @@
-//! Numbers of 16 bits in vectors of a processor.
+//! 16-bit floats in vectors.
 
 #[cfg(target_arch = "aarch64")]
 use core::arch::aarch64::*;
@@ -7,23 +7,23 @@ use core::arch::x86_64::*;
 
 use super::unpack::Wide;
 
-/// A format of numbers of 16 bits as vector kernels read it.
+/// A format of 16-bit floats as vector kernels read it.
 pub(crate) trait Vectors: Wide {
-    /// Four numbers in f32.
+    /// Widens four numbers.
     ///
     /// # Safety
     /// The processor has NEON.
     #[cfg(target_arch = "aarch64")]
     unsafe fn four(bits: &[u16; 4]) -> float32x4_t;
 
-    /// Eight numbers in f32.
+    /// Widens eight numbers.
     ///
     /// # Safety
     /// The processor has AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     unsafe fn eight(bits: &[u16; 8]) -> __m256;
 
-    /// Sixteen numbers in f32.
+    /// Widens sixteen numbers.
     ///
     /// # Safety
     /// The processor has AVX-512.

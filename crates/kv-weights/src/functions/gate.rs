@@ -5,19 +5,20 @@ use burn::{
 
 use crate::{Error, Gate, Result, WeightOps, backends::check_device, fused::FEW};
 
-/// `f(a) * b` of the halves `a` and `b` of the last axis.
+/// Computes `f(a) * b` for the halves `a` and `b` of the last axis.
 ///
 /// # Shapes
 /// - `x`: `[batch, seq, 2 * outputs]`, f32
 /// - output: `[batch, seq, outputs]`, f32
 ///
 /// # Errors
-/// [`Error::Shape`] for an odd last axis, [`Error::Unsupported`] for another type than f32 or for a device without the
-/// operation.
+/// [`Error::Shape`] for an odd last axis. [`Error::Unsupported`] for another type than f32 or for a
+/// device without the operation.
 pub fn gated(x: Tensor<3>, gate: Gate) -> Result<Tensor<3>> {
     let [batch, seq, width] = x.dims();
     if !width.is_multiple_of(2) {
-        let (shape, rule) = (x.dims().to_vec(), "the last axis must be even, half of it gates");
+        let (shape, rule) =
+            (x.dims().to_vec(), "the last axis must be even, since half of it is gates");
         return Err(Error::Shape { op: "gated", tensor: "x", shape, rule: rule.into() });
     }
     if x.dtype() != DType::F32 {
@@ -35,8 +36,10 @@ pub fn gated(x: Tensor<3>, gate: Gate) -> Result<Tensor<3>> {
     Ok(Tensor::<2>::from_dispatch(y).reshape([batch, seq, width / 2]))
 }
 
-/// Whether [`project_fused`](crate::project_fused) of `n` rows of activations is one launch on this device, so that it is
-/// worth more than the operations one by one: for a few rows on WGPU and CUDA, where no gradients are recorded.
+/// Returns whether [`project_fused`](crate::project_fused) of `n` rows of activations is one launch
+/// on this device, and so faster than separate operations.
+///
+/// That holds for few rows on WGPU and CUDA if no gradients are recorded.
 pub fn fuses(n: usize, device: &Device) -> bool {
     #[cfg(feature = "cube")]
     {

@@ -9,7 +9,7 @@ use crate::{
     error::invalid,
 };
 
-/// The rows of these numbers, restored. A number past the last row is the last row.
+/// Looks up rows by number and restores them. Numbers past the last row select the last row.
 ///
 /// # Shapes
 /// - `ids`: `[batch, seq]`
@@ -28,15 +28,18 @@ pub fn lookup(ids: Tensor<2, Int>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, columns]))
 }
 
-/// [`lookup`] in a matrix whose rows are those of all `parts`, one after the other. A part is read for the rows that
-/// are in it, and its nearest row in place of those that are not.
+/// Looks up rows in a matrix split into `parts`, stacked in order.
+///
+/// For each id, one row of every part is read: the row itself, or the nearest one if the row is in
+/// another part.
 ///
 /// # Shapes
 /// - `ids`: `[batch, seq]`
 /// - output: `[batch, seq, columns]`, f32
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) for no parts or parts of different widths, otherwise those of [`lookup`].
+/// [`Error::Invalid`](crate::Error::Invalid) for no parts or for parts of different widths, and the
+/// errors of [`lookup`].
 pub fn lookup_parts(ids: Tensor<2, Int>, parts: &[&PackedMatrix]) -> Result<Tensor<3>> {
     let Some((first, others)) = parts.split_first() else {
         return Err(invalid("parts", 0, "must be one matrix or more"));
@@ -49,12 +52,12 @@ pub fn lookup_parts(ids: Tensor<2, Int>, parts: &[&PackedMatrix]) -> Result<Tens
             return Err(invalid(
                 "columns",
                 columns,
-                format!("must be {}, those of the first part", shape[2]),
+                format!("must be {}, as in the first part", shape[2]),
             ));
         }
         let from = i64::try_from(start).unwrap_or(i64::MAX);
         let here = ids.clone().greater_equal_elem(from).unsqueeze_dim::<3>(2).expand(shape);
-        // Later parts replace the rows past this one.
+        // Later parts replace rows beyond this one.
         found = found.mask_where(here, lookup(ids.clone().clamp_min(from) - from, part)?);
         start += rows;
     }
@@ -62,7 +65,7 @@ pub fn lookup_parts(ids: Tensor<2, Int>, parts: &[&PackedMatrix]) -> Result<Tens
 }
 
 impl PackedMatrix {
-    /// All rows restored, `[rows, columns]`, f32.
+    /// Restores all rows, `[rows, columns]`, f32.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation.
@@ -70,17 +73,16 @@ impl PackedMatrix {
         self.restore_rows(0, self.layout().rows())
     }
 
-    /// `n` rows from `start` on restored, `[n, columns]`, f32.
+    /// Restores `n` rows from `start` on, `[n, columns]`, f32.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for rows that are not there,
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation, or for more numbers than
-    /// it has in a buffer.
+    /// [`Error::Invalid`](crate::Error::Invalid) for rows beyond the matrix.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a device without the operation, or if
+    /// the result exceeds its largest buffer.
     pub fn restore_rows(&self, start: usize, n: usize) -> Result<Tensor<2>> {
         let rows = self.layout().rows();
         if start > rows || n > rows - start {
-            let rule =
-                format!("must be below {rows}, the rows of the matrix, and so all {n} from it on");
+            let rule = format!("must be followed by {n} rows, but the matrix has {rows}");
             return Err(invalid("start", start, rule));
         }
         let device: Device = self.device();

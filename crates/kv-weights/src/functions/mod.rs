@@ -1,4 +1,4 @@
-//! The functions on tensors: checks, then the operation of the backend.
+//! Public functions on tensors: they check their arguments and dispatch to the backend.
 
 mod gate;
 mod lookup;
@@ -8,6 +8,6 @@ mod project_fused;
 
 pub use gate::{fuses, gated};
 pub use lookup::{lookup, lookup_parts};
-pub use picked::{ExpertSelection, project_picked};
+pub use picked::project_picked;
 pub use project::{back_project, project};
 pub use project_fused::project_fused;

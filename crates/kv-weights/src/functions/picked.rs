@@ -4,23 +4,12 @@ use burn::{
 };
 
 use super::project::check_width;
-use crate::{Activations, Error, PackedExperts, Result, WeightOps};
+use crate::{Activations, Error, ExpertSelection, PackedExperts, Result, WeightOps};
 
-/// Where experts lie, and which rows of activations they take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertSelection {
-    /// Words from the first of an expert to that of the next.
-    pub stride: usize,
-    /// Selections that share a row of activations.
-    pub shared: usize,
-    /// What products are made of.
-    pub activations: Activations,
-}
-
-/// Products with the experts that are picked for each token, whose numbers may still be on their way to the host: what a
-/// mixture of experts computes in a step.
+/// Multiplies activations with the experts picked for each token: one step of a mixture of experts.
 ///
-/// A number of `picked` that is no expert's counts as the nearest that is. Records no gradient.
+/// The numbers of the experts stay on the device. A number outside the range selects the nearest
+/// expert. Records no gradient.
 ///
 /// # Shapes
 /// - `x`: `[n, 1, columns]`, the same for all experts of a token, or `[n, per_token, columns]`, f32
@@ -28,8 +17,8 @@ pub struct ExpertSelection {
 /// - output: `[n, per_token, rows of an expert]`, f32
 ///
 /// # Errors
-/// [`Error::Shape`] for shapes that do not go together, [`Error::Unsupported`] for another type than f32 or for a device
-/// without the operation.
+/// [`Error::Shape`] for shapes that do not match. [`Error::Unsupported`] for another type than f32
+/// or for a device without the operation.
 pub fn project_picked(
     x: Tensor<3>,
     experts: &PackedExperts,
@@ -43,7 +32,7 @@ pub fn project_picked(
     let ([n, of_token, columns], [tokens, per_token]) = (x.dims(), picked.dims());
     let rows = layout.rows();
     if n != tokens || ![1, per_token].contains(&of_token) {
-        let rule = format!("must be [{tokens}, 1 or {per_token}, {columns}], as picked says");
+        let rule = format!("must be [{tokens}, 1 or {per_token}, {columns}] to match picked");
         return Err(Error::Shape { op: OP, tensor: "x", shape: x.dims().to_vec(), rule });
     }
     if n * per_token == 0 {

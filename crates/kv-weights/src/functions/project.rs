@@ -8,7 +8,7 @@ use crate::{
     backends::{check_bytes, check_device},
 };
 
-/// `x W^T` for the rows of `matrix`. Its gradient is that with respect to `x`; the weights have none.
+/// Computes `x W^T`. Gradients flow to `x`, not to the weights.
 ///
 /// An activation that is NaN or infinite makes all products of its row NaN.
 ///
@@ -17,8 +17,8 @@ use crate::{
 /// - output: `[batch, seq, rows]`, f32
 ///
 /// # Errors
-/// [`Error::Shape`] for another number of columns, [`Error::Unsupported`] for another type, for a device without the
-/// operation, or for more products than it has in a buffer.
+/// [`Error::Shape`] for a wrong number of columns. [`Error::Unsupported`] for another type than
+/// f32, for a device without the operation, or if the products exceed its largest buffer.
 pub fn project(x: Tensor<3>, matrix: &PackedMatrix, activations: Activations) -> Result<Tensor<3>> {
     check("project", &x, matrix)?;
     let ([batch, seq, columns], [rows, _]) = (x.dims(), matrix.dims());
@@ -32,16 +32,18 @@ pub fn project(x: Tensor<3>, matrix: &PackedMatrix, activations: Activations) ->
     Ok(Tensor::<2>::from_dispatch(y).reshape([batch, seq, rows]))
 }
 
-/// `y W`, what the gradient `y` with respect to [`project`]'s products is with respect to what they are of. Parts of
-/// the matrix are restored, one at a time. Records no gradient of its own.
+/// Computes `y W`: the gradient with respect to the input of [`project`], given the gradient `y`
+/// with respect to its output.
+///
+/// Restores one part of the matrix at a time. Records no gradient of its own.
 ///
 /// # Shapes
 /// - `y`: `[batch, seq, rows]`, f32
 /// - output: `[batch, seq, columns]`, f32
 ///
 /// # Errors
-/// [`Error::Shape`] for another number of rows, [`Error::Unsupported`] for another type or for a device without the
-/// operation.
+/// [`Error::Shape`] for a wrong number of rows. [`Error::Unsupported`] for another type than f32 or
+/// for a device without the operation.
 pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     let ([batch, seq, _], [rows, columns]) = (y.dims(), matrix.dims());
     let width = (rows, "the rows of the matrix");
@@ -55,18 +57,18 @@ pub fn back_project(y: Tensor<3>, matrix: &PackedMatrix) -> Result<Tensor<3>> {
     Ok(Tensor::<2>::from_dispatch(x).reshape([batch, seq, columns]))
 }
 
-/// Checks that the device has a buffer for `n` rows of so many products.
+/// Checks that the device has a buffer for `[n, rows]` products.
 pub(super) fn check_output(op: &str, n: usize, rows: usize, device: &Device) -> Result<()> {
     let bytes = n.saturating_mul(rows).saturating_mul(size_of::<f32>());
     check_bytes(|| format!("{op} to [{n}, {rows}] products"), bytes, device)
 }
 
-/// Checks that the operation `op` can multiply `x` with `matrix`.
+/// Checks that `x` can be multiplied with `matrix`.
 pub(super) fn check(op: &'static str, x: &Tensor<3>, matrix: &PackedMatrix) -> Result<()> {
     check_width(op, ("x", x), (matrix.dims()[1], "the columns of the matrix"), &matrix.device())
 }
 
-/// Checks the width, the type and the devices of a product.
+/// Checks width, type and devices of a product.
 pub(super) fn check_width(
     op: &'static str,
     (tensor, x): (&'static str, &Tensor<3>),

@@ -9,13 +9,14 @@ use crate::{
     PartWords, Result, WeightOps, error::invalid, fused::MOST_PARTS,
 };
 
-/// Products with matrices whose rows follow one another, with what comes before and after them: norm of `x`, products,
-/// bias, gate, addition, in this order. Gradients are those with respect to all floats; the weights have none.
+/// Computes products with stacked matrices and fused operations around them, in this order: norm of
+/// `x`, products, bias, gate, residual. Gradients flow to all float tensors, not to the weights.
 ///
-/// On WGPU and CUDA it is one launch for up to 32 rows of `x` and up to three matrices of one format, or with a gate one
-/// or two of one format and size; others take a launch for each run of matrices of a format. Elsewhere it is made
-/// of the same operations one by one, but that products with matrices of one format are one, with the gate if there is
-/// no bias.
+/// On WGPU and CUDA, up to 32 rows of `x` and up to three matrices of one format take one launch.
+/// With a gate, that holds for one matrix or two of equal size. Other arguments take one launch for
+/// each run of up to three matrices of the same format. On other backends, the operations are
+/// separate, except that a product with several matrices of one format is a single operation, and
+/// includes the gate if there is no bias.
 ///
 /// # Shapes
 /// - `x`: `[batch, seq, columns]`, f32
@@ -27,7 +28,7 @@ use crate::{
 /// use kv_weights::{Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, project_fused};
 ///
 /// let device = burn::tensor::Device::flex();
-/// // Gates and what they open: 96 rows of two blocks of 18 bytes each.
+/// // Gate and up: 96 rows each, of two blocks of 18 bytes.
 /// let matrix = || {
 ///     let blocks = Bytes::from_bytes_vec(vec![0x21; 96 * 2 * 18]);
 ///     PackedMatrix::from_bytes(blocks, WeightFormat::Q4_0, [96, 64], &device)
@@ -42,8 +43,9 @@ use crate::{
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] for tensors that do not fit one another, [`Error::Invalid`] for no parts or for an odd number of
-/// rows at a gate, [`Error::Unsupported`] for another type than f32 or for a device without the operation.
+/// [`Error::Shape`] for shapes that do not match. [`Error::Invalid`] for no parts, or for an odd
+/// number of rows with a gate. [`Error::Unsupported`] for another type than f32 or for a device
+/// without the operation.
 pub fn project_fused(
     x: Tensor<3>,
     parts: &[&PackedMatrix],
@@ -77,7 +79,7 @@ pub fn project_fused(
     let y = if fused.gate.is_none() || one_launch(&layouts) {
         joined(&x, parts, activations, &fused, residual)
     } else {
-        // The halves of the rows are in several formats, or not each in a matrix.
+        // The halves of the rows differ in format, or a half is not in one matrix.
         let products = Fused { gate: None, ..fused.clone() };
         let y = joined(&x, parts, activations, &products, None);
         let y = match fused.gate {
@@ -93,7 +95,7 @@ pub fn project_fused(
     Ok(y.reshape([batch, seq, outputs]))
 }
 
-/// Whether a gate can be computed with these: both halves of the rows in one matrix, or each in its own.
+/// Returns whether one launch can gate these: both halves are in one matrix, or each is one matrix.
 fn one_launch(parts: &[PackedLayout]) -> bool {
     match parts {
         [_] => true,
@@ -102,7 +104,8 @@ fn one_launch(parts: &[PackedLayout]) -> bool {
     }
 }
 
-/// The operation for each run of matrices of a format, joined. With a gate all of them are a run.
+/// Runs the operation once for each run of matrices of the same format and joins the results. With
+/// a gate, all matrices are one run.
 fn joined(
     x: &Tensor<2>,
     parts: &[&PackedMatrix],
@@ -128,7 +131,7 @@ fn joined(
     Tensor::cat(products.collect(), 1)
 }
 
-/// The operation, for matrices of one format.
+/// Runs the operation with matrices of one format.
 fn run(
     x: Tensor<2>,
     parts: &[&PackedMatrix],
@@ -167,9 +170,9 @@ fn check_shapes(fused: &Fused, x: [usize; 3], rows: usize, outputs: usize) -> Re
     let [batch, seq, columns] = x;
     let gains = fused.norm.as_ref().map(|norm| &norm.gains);
     let tensors = [
-        ("gains", gains.map(of), vec![columns]),
-        ("bias", fused.bias.as_ref().map(of), vec![rows]),
-        ("residual", fused.residual.as_ref().map(of), vec![batch, seq, outputs]),
+        ("gains", gains.map(shape_and_dtype), vec![columns]),
+        ("bias", fused.bias.as_ref().map(shape_and_dtype), vec![rows]),
+        ("residual", fused.residual.as_ref().map(shape_and_dtype), vec![batch, seq, outputs]),
     ];
     for (tensor, found, expected) in tensors {
         let Some((shape, dtype)) = found else { continue };
@@ -187,7 +190,7 @@ fn check_shapes(fused: &Fused, x: [usize; 3], rows: usize, outputs: usize) -> Re
     Ok(())
 }
 
-/// Shape and type.
-fn of<const D: usize>(tensor: &Tensor<D>) -> (Vec<usize>, DType) {
+/// Returns shape and type.
+fn shape_and_dtype<const D: usize>(tensor: &Tensor<D>) -> (Vec<usize>, DType) {
     (tensor.dims().to_vec(), tensor.dtype())
 }

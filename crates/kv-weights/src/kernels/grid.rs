@@ -1,4 +1,5 @@
-//! The number of cubes of a launch and the width of its indices, planned on the host within the limits of the device.
+//! Number of cubes and index width of a launch, planned on the host within the limits of the
+//! device.
 
 use cubecl::{
     ir::{AddressType, DeviceProperties},
@@ -7,23 +8,23 @@ use cubecl::{
 
 use crate::{Error, Result};
 
-/// The cubes of a launch, over as many axes as it takes: kernels go by `CUBE_POS`, and there may be a few cubes
-/// without work.
+/// The cubes of a launch, spread over as many axes as needed. Kernels use `CUBE_POS`, and a few
+/// cubes may have no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Grid {
     counts: [u32; 3],
     /// Units per cube.
     units: usize,
-    /// Type of the kernel's indices.
+    /// Type of the indices in the kernel.
     pub(crate) address: AddressType,
 }
 
 impl Grid {
-    /// At least `cubes` of `units` each, for the operation `what`, which counts up to `most`: units, elements and bytes
-    /// of its buffers.
+    /// Plans at least `cubes` cubes of `units` units for the operation `what`. `most` is the
+    /// largest count of units, elements or bytes that the kernel indexes.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has too few cubes or too short indices.
+    /// [`Error::Unsupported`] if the device has too few cubes or too narrow indices.
     pub(crate) fn new(
         what: &str,
         cubes: usize,
@@ -43,17 +44,19 @@ impl Grid {
         most: usize,
         (max_cubes, wide): ([usize; 3], bool),
     ) -> Result<Self> {
-        let unsupported =
-            |why: String| Error::Unsupported { what: format!("{what} of so large a matrix"), why };
+        let unsupported = |why: String| Error::Unsupported {
+            what: format!("{what} of a matrix of this size"),
+            why,
+        };
         let counts = spread(cubes.max(1), max_cubes).ok_or_else(|| {
-            unsupported(format!("it takes {cubes} cubes, and the device has {max_cubes:?}"))
+            unsupported(format!("it needs {cubes} cubes, but the device has {max_cubes:?}"))
         })?;
         let all_units = counts.into_iter().fold(units, usize::saturating_mul);
         let address = AddressType::from_len(most.max(all_units));
         if address == AddressType::U64 && !wide {
             return Err(unsupported(format!("the device counts up to {}", u32::MAX)));
         }
-        // The counts fit: they are at most what the device allows, which is a u32.
+        // The counts fit: the limits of the device are u32.
         Ok(Self { counts: counts.map(|count| count as u32), units, address })
     }
 
@@ -67,7 +70,8 @@ impl Grid {
     }
 }
 
-/// At least `total` cubes, few more, and at most `most` along each axis; `None` if that is impossible.
+/// Spreads slightly more than `total` cubes over axes of at most `most` each. Returns `None` if
+/// that is impossible.
 fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
     let rows = total.div_ceil(most[0]);
     let layers = rows.div_ceil(most[1]);
@@ -82,24 +86,24 @@ fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
 mod tests {
     use super::*;
 
-    /// What WebGPU guarantees.
+    /// Limits that WebGPU guarantees.
     const WEBGPU: ([usize; 3], bool) = ([65_535; 3], false);
 
     #[test]
-    fn many_cubes_go_over_several_axes() {
+    fn many_cubes_spread_over_several_axes() {
         for total in [1, 65_535, 65_536, 65_537, 1 << 20, 5_000_000_011] {
             let [x, y, z] = spread(total, WEBGPU.0).unwrap();
             assert!([x, y, z].iter().all(|&count| count <= 65_535), "{total}");
             assert!(x * y * z >= total && x * y * z - total < x + y * z, "{total}");
         }
         assert!(spread(9, [2, 2, 2]).is_none());
-        // A vocabulary of 262144, a row to a cube.
+        // A vocabulary of 262144 with one cube per row.
         let grid = Grid::within("project", 262_144, 64, 1 << 30, WEBGPU).unwrap();
         assert_eq!((grid.counts, grid.address), ([52_429, 5, 1], AddressType::U32));
     }
 
     #[test]
-    fn indices_are_as_wide_as_needed_or_refused() {
+    fn indices_are_as_wide_as_needed_or_rejected() {
         let large = (1 << 32) + 4096;
         let cuda = ([i32::MAX as usize, 65_535, 65_535], true);
         let grid = Grid::within("project", 1 << 20, 64, large, cuda).unwrap();
@@ -107,6 +111,6 @@ mod tests {
         let message = Grid::within("project", 1 << 20, 64, large, WEBGPU).unwrap_err().to_string();
         assert!(message.contains("the device counts up to 4294967295"), "{message}");
         let message = Grid::within("lookup", 9, 1, 9, ([2; 3], true)).unwrap_err().to_string();
-        assert!(message.contains("it takes 9 cubes, and the device has [2, 2, 2]"), "{message}");
+        assert!(message.contains("it needs 9 cubes, but the device has [2, 2, 2]"), "{message}");
     }
 }

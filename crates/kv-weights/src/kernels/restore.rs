@@ -1,8 +1,8 @@
-//! Rows restored to f32.
+//! Restores rows to f32.
 
 use cubecl::{client::Client, prelude::*};
 
-use super::{Grid, tell};
+use super::{Grid, report_read};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN, new_span, number, unpack_row},
@@ -11,7 +11,7 @@ use crate::{
 /// Units per cube.
 const UNITS: usize = 64;
 
-/// Restores a span for each unit: of the rows from `start` on, or of those that `ids` names.
+/// Restores one span per unit, of the rows from `start` on or of the rows in `ids`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn restore<F: BlocksInKernels>(
     words: &[u32],
@@ -43,11 +43,12 @@ fn restore<F: BlocksInKernels>(
     }
 }
 
-/// Restores rows of a matrix into `out`, f32 `[n, columns]`: those that `ids`, i32 `[n]`, names, or those from `start`
-/// on.
+/// Restores rows of a matrix into `out`, f32 `[n, columns]`: the rows in `ids`, i32 `[n]`, or those
+/// from `start` on.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) where the device has too few cubes or too short indices.
+/// [`Error::Unsupported`](crate::Error::Unsupported) if the device has too few cubes or too narrow
+/// indices.
 pub(crate) fn launch<F: BlocksInKernels>(
     client: &Client,
     words: BufferArg,
@@ -63,8 +64,8 @@ pub(crate) fn launch<F: BlocksInKernels>(
     }
     let most = layout.bytes().max(n * layout.columns());
     let grid = Grid::new("restoring", spans.div_ceil(UNITS), UNITS, most, client.properties())?;
-    tell("restore", n * layout.row_bytes());
-    // SAFETY: rows are those of the matrix, as the callers check, and units past the last span do nothing.
+    report_read("restore", n * layout.row_bytes());
+    // SAFETY: the callers check that the rows exist, and units past the last span do nothing.
     unsafe {
         restore::launch_unchecked::<F>(
             client,

@@ -2,7 +2,7 @@ use half::f16;
 
 use crate::WeightFormat;
 
-/// The numbers of whole blocks. Bytes of an incomplete last block are left out.
+/// Restores whole blocks. An incomplete last block is ignored.
 pub fn restore(format: WeightFormat, blocks: &[u8]) -> Vec<f32> {
     let numbers = format.block_numbers();
     let number = |block: &[u8], i| number(format, block, i);
@@ -12,7 +12,7 @@ pub fn restore(format: WeightFormat, blocks: &[u8]) -> Vec<f32> {
         .collect()
 }
 
-/// Number `i` of a block, by `dequantize_row_*` of `ggml-quants.c`.
+/// Returns number `i` of a block, as defined by `dequantize_row_*` in `ggml-quants.c`.
 fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
     match format {
         WeightFormat::Q4_0 => f(block, 0) * signed(nibble(&block[2..], i), 8),
@@ -47,12 +47,12 @@ fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
             let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
             let scale = 2f64.powi(i32::from(block[0]) - 127);
             let product = (magnitude * scale) as f32;
-            // There is one zero.
+            // Code 8 is 0, not -0.
             if code > 8 { -product } else { product }
         }
         WeightFormat::Int4(_) => {
             let code = nibble(&block[4 + i / 32 * 16..], i % 32);
-            // There is one zero here too.
+            // Adding 0 turns -0 into 0.
             f(block, 0) * signed(code, zero(block)) + 0.0
         }
         WeightFormat::Int8(_) => f(block, 0) * signed(block[4 + i], zero(block)) + 0.0,
@@ -61,12 +61,13 @@ fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
     }
 }
 
-/// The 16 bits of number `i`.
+/// Returns the 16 bits of number `i`.
 fn short(block: &[u8], i: usize) -> u16 {
     u16::from_le_bytes([block[2 * i], block[2 * i + 1]])
 }
 
-/// What a number of 16 bits stands for by IEEE 754: a sign, so many bits of exponent, the others of a fraction.
+/// Returns the value of a 16-bit IEEE 754 number: a sign, `exponent_bits` bits of exponent, and a
+/// fraction.
 fn float(bits: u16, exponent_bits: u32) -> f64 {
     let fraction_bits = 15 - exponent_bits;
     let exponent = i32::from(bits & 0x7fff) >> fraction_bits;
@@ -89,17 +90,18 @@ fn signed(code: u8, zero: i16) -> f32 {
     f32::from(i16::from(code) - zero)
 }
 
-/// The code of 0 of a group.
+/// Returns the zero code of a group.
 fn zero(group: &[u8]) -> i16 {
     i16::from_le_bytes([group[2], group[3]])
 }
 
-/// Code `i` of 32: the first half are the lower halves of the bytes.
+/// Returns code `i` of 32. The first half is in the lower halves of the bytes.
 fn nibble(codes: &[u8], i: usize) -> u8 {
     if i < 16 { codes[i] % 16 } else { codes[i - 16] / 16 }
 }
 
-/// Code `i` of 256: of each 32 bytes the lower halves, then the upper halves.
+/// Returns code `i` of 256. Each 32 bytes hold 32 codes in their lower halves, then 32 in their
+/// upper halves.
 fn super_nibble(codes: &[u8], i: usize) -> u8 {
     let byte = codes[i / 64 * 32 + i % 32];
     if i % 64 < 32 { byte % 16 } else { byte / 16 }
@@ -109,7 +111,7 @@ fn bit(bits: &[u8], i: usize) -> u8 {
     bits[i / 8] >> (i % 8) & 1
 }
 
-/// `get_scale_min_k4`.
+/// Reads scale and minimum of a group, as `get_scale_min_k4` in `ggml-quants.c`.
 fn scale_and_min(packed: &[u8], group: usize) -> (f32, f32) {
     let (scale, min) = match group {
         0..4 => (packed[group] % 64, packed[group + 4] % 64),

@@ -1,5 +1,5 @@
-//! What tests hold the kernels to: blocks decoded from the definition of their format, one number at a time, and
-//! products in f64. Shares no code with the kernels.
+//! The reference that tests compare kernels with: blocks decoded one number at a time by the
+//! definition of their format, and products in f64. Shares no code with the kernels.
 
 mod blocks;
 mod products;

@@ -1,4 +1,4 @@
-/// `x W^T` in f64 for `x` in rows of `columns` and restored weights in rows of it, `[rows of x, rows of weights]`.
+/// Computes `x W^T`, `[rows of x, rows of weights]`, in f64, for rows of `columns` numbers.
 pub fn project(x: &[f32], weights: &[f32], columns: usize) -> Vec<f64> {
     let product = |x: &[f32], row: &[f32]| {
         x.iter().zip(row).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum::<f64>()
@@ -8,9 +8,11 @@ pub fn project(x: &[f32], weights: &[f32], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// `x` as [`Activations::Int8`](crate::Activations::Int8) takes it if `to` is 127, or as
-/// [`Activations::Int16`](crate::Activations::Int16) if it is 32639, and the step of each 32 numbers: the numbers are
-/// multiples of it, to the rounding of f32.
+/// Rounds activations in blocks of 32, and returns them with the step of each block.
+///
+/// `to` is 127 for [`Activations::Int8`](crate::Activations::Int8) and 32639 for
+/// [`Activations::Int16`](crate::Activations::Int16). The returned numbers are multiples of the
+/// step, up to the rounding of f32.
 pub fn round_activations(x: &[f32], to: f32) -> (Vec<f32>, Vec<f32>) {
     let steps: Vec<f32> = x
         .chunks(32)

@@ -1,4 +1,4 @@
-//! Blocks and their numbers, by the Python package gguf and by candle.
+//! Restored numbers and products compared with the Python package gguf and with candle.
 
 use std::{fs, path::PathBuf};
 
@@ -13,8 +13,8 @@ use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
     fixtures_are_restored_bit_for_bit,
-    every_number_of_16_bits_is_what_it_is_in_f32,
-    numbers_and_products_are_those_of_candle
+    every_16_bit_float_widens_exactly,
+    numbers_and_products_match_candle
 );
 
 fn fixture(name: &str) -> Vec<u8> {
@@ -27,7 +27,7 @@ fn fixture(name: &str) -> Vec<u8> {
 fn assert_same(name: &str, got: &[f32], expected: &[f32]) {
     assert_eq!(got.len(), expected.len(), "{name}");
     for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
-        // The gguf package makes a negative zero of some codes of MXFP4, and GGML itself does not.
+        // For some codes of MXFP4, the gguf package returns a negative zero, but GGML does not.
         let same = got.to_bits() == expected.to_bits() || (*got == 0.0 && *expected == 0.0);
         assert!(same, "{name}: {i}: {got}, not {expected}");
     }
@@ -52,8 +52,8 @@ fn fixtures_are_restored_bit_for_bit(device: &Device) {
     }
 }
 
-/// All of them, subnormal ones and those that are not finite among them, restored and looked up, against the `half` crate.
-fn every_number_of_16_bits_is_what_it_is_in_f32(device: &Device) {
+/// Compares all 65536 numbers, including subnormal, infinite and NaN, with the `half` crate.
+fn every_16_bit_float_widens_exactly(device: &Device) {
     for format in [WeightFormat::F16, WeightFormat::Bf16] {
         let number = |bits| match format {
             WeightFormat::F16 => half::f16::from_bits(bits).to_f32(),
@@ -78,9 +78,9 @@ fn every_number_of_16_bits_is_what_it_is_in_f32(device: &Device) {
     }
 }
 
-/// A matrix with an infinite number, or one that is none, is told from one without.
+/// Finds the block with an infinite or NaN number.
 #[test]
-fn numbers_of_16_bits_that_are_not_finite_are_found() {
+fn infinite_and_nan_floats_are_found() {
     for (format, infinite, largest) in
         [(WeightFormat::F16, 0x7c00u16, 0xfbffu16), (WeightFormat::Bf16, 0xff80, 0x7f7f)]
     {
@@ -94,7 +94,7 @@ fn numbers_of_16_bits_that_are_not_finite_are_found() {
     }
 }
 
-fn numbers_and_products_are_those_of_candle(device: &Device) {
+fn numbers_and_products_match_candle(device: &Device) {
     let cpu = candle_core::Device::Cpu;
     for (i, (format, dtype)) in [
         (WeightFormat::Q4_0, GgmlDType::Q4_0),
@@ -127,7 +127,7 @@ fn numbers_and_products_are_those_of_candle(device: &Device) {
         let sums = reference::project(&magnitudes(&x), &magnitudes(&blocks.restored()), columns);
         let ours = ours.into_data().try_into_vec::<f32>().unwrap();
         for ((ours, theirs), sum) in ours.iter().zip(&theirs).zip(sums) {
-            // Both round activations, to different steps.
+            // Both round activations, but to different steps.
             let error = f64::from((ours - theirs).abs());
             assert!(error <= 0.02 * sum, "{format}: {ours}, {theirs} of candle");
         }

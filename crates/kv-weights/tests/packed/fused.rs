@@ -1,4 +1,4 @@
-//! Products with what comes before and after them, against f64.
+//! Products with fused operations, compared with f64.
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_weights::{
@@ -8,21 +8,21 @@ use kv_weights::{
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
-    parts_are_joined_and_added_to,
-    gates_are_those_of_their_halves,
-    gates_alone_are_those_of_f64,
-    gates_hide_nothing_and_take_views,
-    gates_far_below_zero_are_shut,
-    gates_of_products_far_below_zero_are_shut,
-    views_are_the_numbers_they_show,
-    what_does_not_fit_is_named
+    parts_are_joined_with_bias_and_residual,
+    fused_gates_match_f64,
+    gates_alone_match_f64,
+    gates_keep_nan_and_accept_views,
+    gates_far_below_zero_return_zero,
+    fused_gates_far_below_zero_return_zero,
+    views_match_copies,
+    mismatched_inputs_are_rejected
 );
 
 fn vector(x: &[f32], device: &Device) -> Tensor<1> {
     Tensor::from_data(TensorData::new(x.to_vec(), [x.len()]), device)
 }
 
-/// `x / sqrt(mean(x^2) + epsilon) * gains` of rows.
+/// Normalizes rows: `x / sqrt(mean(x^2) + epsilon) * gains`.
 fn normed(x: &[f32], gains: &[f32], epsilon: f64, plus_one: bool) -> Vec<f64> {
     let gain = |gain: f32| f64::from(gain) + f64::from(u8::from(plus_one));
     x.chunks(gains.len())
@@ -34,7 +34,7 @@ fn normed(x: &[f32], gains: &[f32], epsilon: f64, plus_one: bool) -> Vec<f64> {
         .collect()
 }
 
-/// Products of rows of `x` with the rows of all parts, and the sums of the magnitudes that are added.
+/// Returns products of rows of `x` with the rows of all parts, each with its sum of magnitudes.
 fn products(x: &[f64], parts: &[&Blocks]) -> Vec<[f64; 2]> {
     let columns = parts[0].shape[1];
     let weights: Vec<Vec<f32>> = parts.iter().map(|part| part.restored()).collect();
@@ -49,7 +49,7 @@ fn products(x: &[f64], parts: &[&Blocks]) -> Vec<[f64; 2]> {
         .collect()
 }
 
-/// Asserts that numbers are those expected, to `1e-5` of the sizes beside them.
+/// Asserts that numbers are within `1e-5` of their sizes from the expected ones.
 #[track_caller]
 fn close(name: &str, got: Tensor<3>, expected: &[[f64; 2]]) {
     let got = got.into_data().try_into_vec::<f32>().unwrap();
@@ -60,8 +60,8 @@ fn close(name: &str, got: Tensor<3>, expected: &[[f64; 2]]) {
     }
 }
 
-/// Queries, keys and values, one format or two.
-fn parts_are_joined_and_added_to(device: &Device) {
+/// Covers queries, keys and values of one format or two.
+fn parts_are_joined_with_bias_and_residual(device: &Device) {
     let q4 = WeightFormat::Q4_0;
     let cases = [[q4, q4, q4], [q4, q4, WeightFormat::Q6K], [WeightFormat::Q5K; 3]];
     for (case, formats) in cases.into_iter().enumerate() {
@@ -100,7 +100,7 @@ fn parts_are_joined_and_added_to(device: &Device) {
     }
 }
 
-fn gates_are_those_of_their_halves(device: &Device) {
+fn fused_gates_match_f64(device: &Device) {
     let (q4, q8) = (WeightFormat::Q4_1, WeightFormat::Q8_0);
     for (case, formats) in [vec![q4], vec![q4, q4], vec![q8, q4]].into_iter().enumerate() {
         for (gate, n) in
@@ -115,7 +115,7 @@ fn gates_are_those_of_their_halves(device: &Device) {
                 .collect();
             // Some gates are far from 0 on either side.
             let x: Vec<f32> = rng.normals(n * columns).iter().map(|x| 30.0 * x).collect();
-            // With nothing between products and gate, they are one.
+            // Without a bias, products and gate are one operation.
             let bias = match n {
                 40 => vec![0.0; 2 * outputs],
                 _ => rng.normals(2 * outputs),
@@ -153,8 +153,9 @@ fn gates_are_those_of_their_halves(device: &Device) {
     }
 }
 
-/// Widths below a vector and above, one row and enough for several threads, numbers of all magnitudes.
-fn gates_alone_are_those_of_f64(device: &Device) {
+/// Covers widths below and above a vector, one row and enough for several threads, and numbers of
+/// all magnitudes.
+fn gates_alone_match_f64(device: &Device) {
     for (n, rows) in [(1, 1), (7, 3), (64, 1), (1536, 1), (129, 200)] {
         let value = |i: usize| {
             let magnitude = [1e-6, 0.1, 1.0, 3.0, 10.0, 50.0, 300.0][i % 7];
@@ -172,7 +173,7 @@ fn gates_alone_are_those_of_f64(device: &Device) {
                     Gate::Silu => a / (1.0 + (-a).exp()),
                     _ => a / (1.0 + (-2.0 * inner).exp()),
                 };
-                // The exponent, which is below 60 where the result is not next to 0, is rounded four times.
+                // The exponent is rounded four times, and below 60 unless the result is near 0.
                 let off = (f64::from(got) - expected).abs();
                 assert!(
                     off <= 1.5e-5 * expected.abs() + 1e-30,
@@ -183,13 +184,13 @@ fn gates_alone_are_those_of_f64(device: &Device) {
     }
 }
 
-/// SiLU and GELU are 0 in f32 from about -104 on, down to the most negative number; what is beside
-/// a gate is any number.
-fn gates_far_below_zero_are_shut(device: &Device) {
+/// In f32, SiLU and GELU are 0 from about -104 down to the most negative number, for any factor
+/// beside the gate.
+fn gates_far_below_zero_return_zero(device: &Device) {
     let gates = [-1e3, -1e10, -1e19, -3e19, -1e30, -1e38, f32::MIN.next_up(), f32::MIN];
     let ups = [0.0, 1.0, -1e-30, 1e10, -1e19, 1e38, f32::MAX, f32::MIN];
     let pairs: Vec<[f32; 2]> = gates.iter().flat_map(|&gate| ups.map(|up| [gate, up])).collect();
-    // Both widths of a vector and less, and several rows.
+    // Widths of a vector, less and more, and several rows.
     for n in [1, 8, 64] {
         let rows = pairs.chunks(n).map(|pairs| [0, 1].map(|i| pairs.iter().map(move |p| p[i])));
         let x: Vec<f32> = rows.flat_map(|[gates, ups]| gates.chain(ups)).collect();
@@ -201,7 +202,7 @@ fn gates_far_below_zero_are_shut(device: &Device) {
             }
         }
     }
-    // Far above 0 they are open.
+    // Gates far above 0 are open.
     for gate in [Gate::Silu, Gate::GeluTanh] {
         let x = [1e3, 1e19, 1e38, f32::MAX, 1.0, 2.0, -1.0, 1.0];
         let y = gated(matrix(&x, 8, device), gate).unwrap();
@@ -210,8 +211,8 @@ fn gates_far_below_zero_are_shut(device: &Device) {
     }
 }
 
-/// The same where a gate follows products in one operation.
-fn gates_of_products_far_below_zero_are_shut(device: &Device) {
+/// Repeats the test for a gate fused with products.
+fn fused_gates_far_below_zero_return_zero(device: &Device) {
     let x = [-1e3, -1e19, -1e30, -1e37];
     let bytes: Vec<u8> = [1.0f32, 3.0]
         .into_iter()
@@ -240,12 +241,12 @@ fn gates_of_products_far_below_zero_are_shut(device: &Device) {
     }
 }
 
-fn gates_hide_nothing_and_take_views(device: &Device) {
+fn gates_keep_nan_and_accept_views(device: &Device) {
     let host = |y: Tensor<3>| y.into_data().try_into_vec::<f32>().unwrap();
     let x = matrix(&[f32::NAN, f32::INFINITY, 1.0, 1.0], 4, device);
     let y = host(gated(x.clone(), Gate::Silu).unwrap());
     assert!(y[0].is_nan() && y[1] == f32::INFINITY, "{y:?}");
-    // As in PyTorch: negative infinity times 0, and 0 times infinity or no number, are no number.
+    // As in PyTorch, negative infinity times 0 is NaN, and so is 0 times infinity or NaN.
     let (infinite, none) = (f32::INFINITY, f32::NAN);
     for gate in [Gate::Silu, Gate::GeluTanh] {
         let x = [-infinite, -1e19, -1e19, infinite, 1.0, infinite, none, none];
@@ -259,11 +260,14 @@ fn gates_hide_nothing_and_take_views(device: &Device) {
     let nothing = gated(Tensor::zeros([2, 0, 4], device), Gate::GeluTanh).unwrap();
     assert_eq!(nothing.dims(), [2, 0, 2]);
     let error = gated(x.narrow(2, 0, 3), Gate::Silu).unwrap_err().to_string();
-    assert_eq!(error, "gated: x has shape [1, 1, 3]: the last axis must be even, half of it gates");
+    assert_eq!(
+        error,
+        "gated: x has shape [1, 1, 3]: the last axis must be even, since half of it is gates"
+    );
 }
 
-/// Parts of larger tensors, strided and shifted by other than whole vectors.
-fn views_are_the_numbers_they_show(device: &Device) {
+/// Covers parts of larger tensors, with strides and with offsets that are not whole vectors.
+fn views_match_copies(device: &Device) {
     let mut rng = Rng::new(1150);
     let blocks = Blocks::random(&mut rng, WeightFormat::Q5_1, [9, 64]);
     let packed = device_blocks(&blocks, device);
@@ -293,7 +297,7 @@ fn views_are_the_numbers_they_show(device: &Device) {
     assert_eq!(product(x, gains, bias, residual), expected);
 }
 
-fn what_does_not_fit_is_named(device: &Device) {
+fn mismatched_inputs_are_rejected(device: &Device) {
     let mut rng = Rng::new(1200);
     let format = WeightFormat::Q4_0;
     let [odd, wide] = [[3, 64], [4, 96]].map(|shape| Blocks::random(&mut rng, format, shape));
@@ -307,7 +311,8 @@ fn what_does_not_fit_is_named(device: &Device) {
     says(
         &[&odd, &wide],
         Fused::default(),
-        "project_fused: x has shape [1, 1, 64]: the last axis must be 96, the columns of the matrix",
+        "project_fused: x has shape [1, 1, 64]: the last axis must be 96, the columns of the \
+         matrix",
     );
     let gate = Fused::default().with_gate(Gate::Silu);
     says(&[&odd], gate, "rows 3: must be even, half of them for the gate");

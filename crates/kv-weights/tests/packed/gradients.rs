@@ -1,4 +1,4 @@
-//! Gradients with respect to activations, against f64.
+//! Gradients with respect to activations, compared with f64.
 
 use burn::tensor::{Device, Tensor, TensorData, activation};
 use kv_weights::{
@@ -7,9 +7,9 @@ use kv_weights::{
 
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp_autodiff};
 
-stamp_autodiff!(gradients_are_those_of_restored_weights, gradients_pass_what_is_fused);
+stamp_autodiff!(gradients_match_restored_weights, gradients_pass_fused_operations);
 
-fn gradients_are_those_of_restored_weights(device: &Device) {
+fn gradients_match_restored_weights(device: &Device) {
     for (i, &format) in WeightFormat::ALL.iter().enumerate() {
         let mut rng = Rng::new(500 + i as u64);
         let ([rows, columns], n) = ([70, 512], 5);
@@ -28,7 +28,8 @@ fn gradients_are_those_of_restored_weights(device: &Device) {
             let error = back_project(x, &packed).unwrap_err().to_string();
             assert_eq!(
                 error,
-                "back_project: y has shape [1, 5, 512]: the last axis must be 70, the rows of the matrix"
+                "back_project: y has shape [1, 5, 512]: the last axis must be 70, the rows of the \
+                 matrix"
             );
             for (at, found) in found.into_iter().enumerate() {
                 let (row, column) = (at / columns, at % columns);
@@ -44,8 +45,8 @@ fn gradients_are_those_of_restored_weights(device: &Device) {
     }
 }
 
-/// Gradients pass the norm, the gate and the addition as they pass the operations one by one.
-fn gradients_pass_what_is_fused(device: &Device) {
+/// Compares gradients of fused operations with those of separate ones.
+fn gradients_pass_fused_operations(device: &Device) {
     let mut rng = Rng::new(550);
     let ([rows, columns], n) = ([34, 64], 3);
     let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [rows, columns]);

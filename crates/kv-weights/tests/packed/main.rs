@@ -1,8 +1,8 @@
-//! One conformance suite for every target: each case is a function of a device, from which `stamp!` makes
-//! a test for each of Flex, WGPU and CUDA whose feature is on.
+//! Conformance tests for every target. Each case is a function of a device, and `stamp!` creates a
+//! test of it for each of Flex, WGPU and CUDA whose feature is enabled.
 //!
-//! A target whose device cannot be opened fails its tests, unless `KV_ALLOW_NO_DEVICE=1`; then they say `SKIPPED` on
-//! standard error. Random inputs come from fixed seeds.
+//! If a device cannot be opened, its tests fail. With `KV_ALLOW_NO_DEVICE=1`, they print `SKIPPED`
+//! on standard error instead. Random inputs have fixed seeds.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;

@@ -1,4 +1,4 @@
-//! Matrices: what is refused, how they are stored, and how they are parts of modules.
+//! Matrices: rejected inputs, storage, and use in modules.
 
 use burn::{
     module::{Module, list_param_ids},
@@ -12,11 +12,11 @@ use kv_weights::{
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
-    bad_input_is_named,
-    what_no_buffer_holds_is_several_matrices,
+    bad_input_is_rejected,
+    matrices_beyond_a_buffer_are_split,
     blocks_of_a_file_are_not_copied,
     a_module_keeps_its_blocks,
-    numbers_that_are_not_finite_are_not_hidden
+    nan_reaches_all_products_of_its_row
 );
 
 #[track_caller]
@@ -24,7 +24,7 @@ fn says<T: core::fmt::Debug>(result: kv_weights::Result<T>, expected: &str) {
     assert_eq!(result.unwrap_err().to_string(), expected);
 }
 
-fn bad_input_is_named(device: &Device) {
+fn bad_input_is_rejected(device: &Device) {
     let bytes = |n| Bytes::from_bytes_vec(vec![0; n]);
     let new = |n, format, shape| PackedMatrix::from_bytes(bytes(n), format, shape, device);
     says(
@@ -34,20 +34,20 @@ fn bad_input_is_named(device: &Device) {
     says(new(0, WeightFormat::Q8_0, [0, 32]), "rows 0: must be at least 1");
     says(
         new(143, WeightFormat::Q4K, [1, 256]),
-        "bytes 143: must be 144, which 1 rows of 256 numbers in q4_k take",
+        "bytes 143: must be 144 for 1 rows of 256 numbers in q4_k",
     );
     says(
         new(288, WeightFormat::Q4K, [1, 256]),
-        "bytes 288: must be 144, which 1 rows of 256 numbers in q4_k take",
+        "bytes 288: must be 144 for 1 rows of 256 numbers in q4_k",
     );
     says(
         new(18, WeightFormat::Q4_0, [usize::MAX / 4, 64]),
-        "rows 4611686018427387903: must not make more bytes than can be counted",
+        "rows 4611686018427387903: must not exceed the largest number of bytes that can be addressed",
     );
     says(
         "q3_k".parse::<WeightFormat>(),
-        "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, mxfp4, \
-         int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128, f16, bf16",
+        "weight format \"q3_k\": must be one of q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, \
+         mxfp4, int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128, f16, bf16",
     );
 
     let mut rng = Rng::new(600);
@@ -56,10 +56,7 @@ fn bad_input_is_named(device: &Device) {
         project(matrix(&rng.normals(32), 32, device), &packed, Activations::Exact),
         "project: x has shape [1, 1, 32]: the last axis must be 64, the columns of the matrix",
     );
-    says(
-        packed.restore_rows(2, 2),
-        "start 2: must be below 3, the rows of the matrix, and so all 2 from it on",
-    );
+    says(packed.restore_rows(2, 2), "start 2: must be followed by 2 rows, but the matrix has 3");
     let ids =
         Tensor::<1, Int>::from_data(TensorData::new(vec![0u32; 7], [7]), (device, DType::U32));
     says(
@@ -70,7 +67,7 @@ fn bad_input_is_named(device: &Device) {
     assert_eq!(nothing.dims(), [1, 0, 3]);
 }
 
-/// The CPU reads blocks where the file has them; elsewhere they are sent to the device.
+/// The CPU must use the blocks in place. Other devices receive a copy.
 fn blocks_of_a_file_are_not_copied(device: &Device) {
     let format = WeightFormat::Q5_1;
     let blocks = Blocks::random(&mut Rng::new(700), format, [4, 96]);
@@ -93,8 +90,9 @@ fn blocks_of_a_file_are_not_copied(device: &Device) {
     assert_eq!(restored, odd.restored());
 }
 
-/// With a small limit in place of a device's: rows of whole words and others, mapped bytes and such that lie anywhere.
-fn what_no_buffer_holds_is_several_matrices(device: &Device) {
+/// Splits matrices by a small limit in place of the device's, at rows of whole words and others,
+/// from mapped bytes at any address.
+fn matrices_beyond_a_buffer_are_split(device: &Device) {
     let cases = [
         (WeightFormat::Q4_0, [23, 96], 4 * 54, 6),
         (WeightFormat::Mxfp4, [23, 96], 4 * 51, 6),
@@ -133,8 +131,8 @@ fn what_no_buffer_holds_is_several_matrices(device: &Device) {
             let sums = reference::project(&magnitudes(&numbers), &restored, columns);
             let both = project(&parts).into_iter().zip(project(&[&whole]));
             for ((several, one), sum) in both.zip(sums) {
-                // Sums of many rows may be taken in another order: each is off by less than 2e-6 of
-                // the magnitudes.
+                // Products of many rows may be summed in another order. Each is off by less than
+                // 2e-6 of the magnitudes.
                 assert!(f64::from((several - one).abs()) <= 4e-6 * sum, "{name} by {n}");
             }
         }
@@ -143,14 +141,15 @@ fn what_no_buffer_holds_is_several_matrices(device: &Device) {
     let bytes = || Bytes::from_bytes_vec(blocks.bytes.clone());
     says(
         PackedMatrix::parts_from_bytes(bytes(), blocks.format, blocks.shape, Some(35), device),
-        "a matrix [3, 32] of q4_0 is not supported: 2 rows take 36 bytes, and the device has buffers of at most 35",
+        "a matrix [3, 32] of q4_0 is not supported: 2 rows need 36 bytes, but a buffer of the \
+         device holds at most 35",
     );
     let [a, b] = [[2, 32], [2, 64]].map(|shape| {
         device_blocks(&Blocks::random(&mut Rng::new(661), WeightFormat::Q8_0, shape), device)
     });
     let ids = || Tensor::<2, Int>::from_data([[0]], device);
     says(lookup_parts(ids(), &[]), "parts 0: must be one matrix or more");
-    says(lookup_parts(ids(), &[&a, &b]), "columns 64: must be 32, those of the first part");
+    says(lookup_parts(ids(), &[&a, &b]), "columns 64: must be 32, as in the first part");
 }
 
 fn a_module_keeps_its_blocks(device: &Device) {
@@ -168,14 +167,14 @@ fn a_module_keeps_its_blocks(device: &Device) {
     let restored = layer.weight.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
     assert_eq!(restored, blocks.restored());
     assert!(format!("{layer}").contains("[5, 256] q4_k"), "{layer}");
-    // Past the end is the last row.
+    // Numbers past the end select the last row.
     let ids = Tensor::<2, Int>::from_data([[4, 99]], device);
     let rows = lookup(ids, &layer.weight).unwrap().into_data().try_into_vec::<f32>().unwrap();
     assert_eq!(rows[..256], rows[256..]);
 }
 
-/// A product with something that is not a number is none, and those of other rows are what they were.
-fn numbers_that_are_not_finite_are_not_hidden(device: &Device) {
+/// NaN affects all products of its row of activations, and none of other rows.
+fn nan_reaches_all_products_of_its_row(device: &Device) {
     for n in [2, 40] {
         let blocks = Blocks::random(&mut Rng::new(900), WeightFormat::Q5_0, [7, 160]);
         let packed = device_blocks(&blocks, device);

@@ -1,4 +1,4 @@
-//! Products with the experts that are picked, against f64.
+//! Products with picked experts, compared with f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_weights::{Activations, PackedExperts, WeightFormat, project, project_picked};
@@ -7,16 +7,16 @@ use crate::common::{Blocks, Rng, matrix, stamp};
 
 stamp!(
     each_pick_is_a_product_with_its_expert,
-    picks_beyond_the_experts_are_the_nearest,
-    experts_alone_are_matrices,
-    what_does_not_fit_is_named
+    picks_out_of_range_select_the_nearest,
+    single_experts_are_matrices,
+    mismatched_inputs_are_rejected
 );
 
 fn floats(x: &[f32], shape: [usize; 3], device: &Device) -> Tensor<3> {
     Tensor::from_data(TensorData::new(x.to_vec(), shape), device)
 }
 
-/// So many experts in one buffer.
+/// Creates `n` experts in one buffer.
 fn experts(blocks: &Blocks, n: usize, device: &Device) -> PackedExperts {
     let [rows, columns] = blocks.shape;
     let each: Vec<&[u8]> = blocks.bytes.chunks(blocks.bytes.len() / n).collect();
@@ -28,7 +28,7 @@ fn ints(x: &[i32], shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
 }
 
 fn each_pick_is_a_product_with_its_expert(device: &Device) {
-    // Blocks that begin at words and that do not, rows of one span and of many.
+    // Blocks aligned to words and not, rows of one span and of many.
     let formats = [WeightFormat::Mxfp4, WeightFormat::Q4_0, WeightFormat::Q6K, WeightFormat::Q8_0];
     for (case, format) in formats.into_iter().enumerate() {
         for (n, per_token, n_experts, rows, columns) in
@@ -59,7 +59,7 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                     let [sum, size] =
                         terms.fold([0.0, 0.0], |[sum, size], t| [sum + t, size + t.abs()]);
                     let error = (f64::from(*got) - sum).abs();
-                    // Sums in f32, in any order.
+                    // Sums are in f32, in any order.
                     assert!(
                         error <= 1e-5 * size,
                         "{format} of {n_experts} experts, {n} tokens: {i}: {got}, not {sum}"
@@ -70,7 +70,7 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
     }
 }
 
-fn picks_beyond_the_experts_are_the_nearest(device: &Device) {
+fn picks_out_of_range_select_the_nearest(device: &Device) {
     let mut rng = Rng::new(1350);
     let packed = experts(&Blocks::random(&mut rng, WeightFormat::Q4_1, [12, 64]), 4, device);
     let x = floats(&rng.normals(64), [1, 1, 64], device);
@@ -82,8 +82,8 @@ fn picks_beyond_the_experts_are_the_nearest(device: &Device) {
     assert_eq!(y([-3, i32::MAX]), y([0, 3]));
 }
 
-/// An expert alone is a matrix in the same memory, wherever its neighbors end.
-fn experts_alone_are_matrices(device: &Device) {
+/// Reads single experts at aligned and padded offsets.
+fn single_experts_are_matrices(device: &Device) {
     let mut rng = Rng::new(1355);
     let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [15, 96]);
     let packed = experts(&blocks, 5, device);
@@ -100,7 +100,7 @@ fn experts_alone_are_matrices(device: &Device) {
         let y = project(matrix(&x, 96, device), &alone, Activations::Exact).unwrap();
         let [picked, y] = [picked, y].map(|y| y.into_data().try_into_vec::<f32>().unwrap());
         for (a, b) in picked.iter().zip(&y) {
-            // The same sums in another order.
+            // The order of the sums may differ.
             assert!((a - b).abs() <= 1e-5, "expert {number}: {a}, not {b}");
         }
     }
@@ -108,7 +108,7 @@ fn experts_alone_are_matrices(device: &Device) {
     assert_eq!(error, "expert 5: must be below 5, the number of experts");
 }
 
-fn what_does_not_fit_is_named(device: &Device) {
+fn mismatched_inputs_are_rejected(device: &Device) {
     let mut rng = Rng::new(1360);
     let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [12, 64]);
     let packed = experts(&blocks, 4, device);
@@ -121,7 +121,7 @@ fn what_does_not_fit_is_named(device: &Device) {
     let columns = "the last axis must be 64, the columns of an expert";
     says([1, 1, 32], [1, 2], &format!("project_picked: x has shape [1, 1, 32]: {columns}"));
     for shape in [[2, 1, 64], [1, 3, 64]] {
-        let rule = "must be [1, 1 or 2, 64], as picked says";
+        let rule = "must be [1, 1 or 2, 64] to match picked";
         says(shape, [1, 2], &format!("project_picked: x has shape {shape:?}: {rule}"));
     }
     let of = |each: &[&[u8]]| {
@@ -129,5 +129,5 @@ fn what_does_not_fit_is_named(device: &Device) {
     };
     assert_eq!(of(&[]), "experts 0: must be at least 1");
     let message = of(&[&blocks.bytes[..108], &blocks.bytes[..107]]);
-    assert!(message.starts_with("bytes 107: must be 108, which 2 experts"), "{message}");
+    assert!(message.starts_with("bytes 107: must be 108 for each of 2 experts"), "{message}");
 }

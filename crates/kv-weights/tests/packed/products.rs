@@ -1,4 +1,4 @@
-//! Products against f64, and restored numbers against the definitions of the formats.
+//! Products compared with f64, and restored numbers compared with the definitions of the formats.
 
 use burn::tensor::{Device, Int, Tensor};
 use half::f16;
@@ -7,21 +7,22 @@ use kv_weights::{Activations, WeightFormat, lookup, project, reference};
 use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
 
 stamp!(
-    launches_go_over_several_axes,
+    launches_spread_over_several_axes,
     rows_are_restored_bit_for_bit,
-    products_are_those_of_restored_weights,
-    products_of_integers_are_those_of_rounded_activations,
-    an_outlier_leaves_exact_products_as_they_are,
-    an_outlier_rounds_integers_by_half_a_step,
-    weights_that_are_zero_make_nothing
+    exact_products_match_restored_weights,
+    integer_products_match_rounded_activations,
+    outliers_do_not_affect_exact_products,
+    outliers_round_integers_by_half_a_step,
+    zero_weights_contribute_nothing
 );
 
-/// Rows of weights, rows of activations and blocks of 256: less than a vector, tails of every length, several parts.
+/// Rows of weights, rows of activations and blocks of 256: less than a vector, tails of every
+/// length, several parts.
 const SHAPES: [[usize; 3]; 7] =
     [[1, 1, 1], [5, 1, 3], [67, 1, 2], [70, 3, 1], [33, 8, 2], [200, 32, 1], [131, 70, 3]];
 
-/// Calls `case` with blocks, activations and their numbers of rows and columns, for every format and shape; formats
-/// with short blocks also have rows that are not a whole number of long ones.
+/// Calls `case` with weights, activations and a name, for every format and shape. Formats with
+/// short blocks also get rows that are not a multiple of 256.
 fn each(seed: u64, case: impl Fn(&Blocks, &[f32], &str)) {
     for &format in WeightFormat::ALL {
         for (i, [rows, n, blocks]) in SHAPES.into_iter().enumerate() {
@@ -56,7 +57,7 @@ fn rows_are_restored_bit_for_bit(device: &Device) {
     });
 }
 
-/// Asserts that products are within `tolerance` of the sum of the magnitudes that are added.
+/// Asserts that products are within `tolerance` of the sum of magnitudes.
 #[track_caller]
 fn close(name: &str, got: &[f32], x: &[f32], weights: &Blocks, tolerance: f64) {
     let (restored, columns) = (weights.restored(), weights.shape[1]);
@@ -74,37 +75,37 @@ fn close(name: &str, got: &[f32], x: &[f32], weights: &Blocks, tolerance: f64) {
     }
 }
 
-fn products_are_those_of_restored_weights(device: &Device) {
+fn exact_products_match_restored_weights(device: &Device) {
     each(200, |weights, x, name| {
         let packed = device_blocks(weights, device);
         let y = project(matrix(x, weights.shape[1], device), &packed, Activations::Exact).unwrap();
-        // A sum of n terms in f32 is off by less than n * 2^-24, and in parts by far less.
+        // A sum of n terms in f32 is off by less than n * 2^-24, and a sum in parts by far less.
         close(name, &y.into_data().try_into_vec::<f32>().unwrap(), x, weights, 1e-6);
     });
 }
 
-fn products_of_integers_are_those_of_rounded_activations(device: &Device) {
+fn integer_products_match_rounded_activations(device: &Device) {
     each(300, |weights, x, name| {
         let packed = device_blocks(weights, device);
         for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Int8, 127.0)] {
             let name = format!("{name}, {activations:?}");
             let y = project(matrix(x, weights.shape[1], device), &packed, activations).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();
-            // Elsewhere activations are not rounded, nor are those that floats are multiplied with.
+            // Other backends do not round activations, and neither do products with 16-bit weights.
             let flex = matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_));
             if flex && !weights.format.is_float() {
                 let (rounded, _) = reference::round_activations(x, to);
                 close(&name, &y, &rounded, weights, 2e-6);
             }
-            // Rounding is off by at most half a step, which is this part of the largest number of 32; that is not
-            // above five times their mean magnitude.
+            // Rounding is off by at most half a step. The largest of 32 numbers is at most five
+            // times their mean magnitude.
             close(&name, &y, x, weights, 5.0 * 0.5 / f64::from(to));
         }
     });
 }
 
-/// Activations of about 1e-2 with one of 1e4 in every 32, as some channels of language models have
-/// them.
+/// Returns activations of about 1e-2 with one of 1e4 in every 32, as in some channels of language
+/// models.
 fn with_outliers(rng: &mut Rng, n: usize) -> Vec<f32> {
     let mut x: Vec<f32> = rng.normals(n).into_iter().map(|x| 1e-2 * x).collect();
     for block in x.chunks_mut(32) {
@@ -113,7 +114,7 @@ fn with_outliers(rng: &mut Rng, n: usize) -> Vec<f32> {
     x
 }
 
-/// Calls `case` for every format with weights that are often 0: minima are whole multiples of
+/// Calls `case` for every format with weights that are often 0, since minima are multiples of
 /// scales.
 fn each_with_zeros(seed: u64, rows: usize, case: impl Fn(&mut Rng, &Blocks, &str)) {
     for &format in WeightFormat::ALL {
@@ -137,9 +138,8 @@ fn each_with_zeros(seed: u64, rows: usize, case: impl Fn(&mut Rng, &Blocks, &str
     }
 }
 
-/// Where the weight of an outlier is 0, the others are all there is, and nothing of it may be left
-/// in their sum.
-fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
+/// Outliers at weights of 0 must leave no trace in the sum of the other products.
+fn outliers_do_not_affect_exact_products(device: &Device) {
     for n in [1, 5, 40] {
         each_with_zeros(400 + n as u64, 131, |rng, weights, name| {
             let columns = weights.shape[1];
@@ -147,12 +147,11 @@ fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
             let packed = device_blocks(weights, device);
             let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();
-            // Each of as many additions as there are columns is off by at most 2^-24 of the
-            // magnitudes that are added: one after the other, behind an outlier, they are all
-            // rounded to its last digit.
+            // Each of `columns` additions is off by at most 2^-24 of the magnitudes. After an
+            // outlier, all are rounded to its last digit.
             let tolerance = columns as f64 * 2f64.powi(-24);
             close(&format!("{name} by {n}"), &y, &x, weights, tolerance);
-            // One outlier alone in a row is where sums of the others are easiest to lose.
+            // With a single outlier in a row, the sum of the others is easiest to lose.
             let mut x = vec![1e-2; n * columns];
             let zeros = weights.restored();
             let at = zeros[..columns].iter().position(|&weight| weight == 0.0).unwrap_or(0);
@@ -164,7 +163,7 @@ fn an_outlier_leaves_exact_products_as_they_are(device: &Device) {
     }
 }
 
-fn an_outlier_rounds_integers_by_half_a_step(device: &Device) {
+fn outliers_round_integers_by_half_a_step(device: &Device) {
     for n in [1, 5, 40] {
         each_with_zeros(500 + n as u64, 67, |rng, weights, name| {
             let (columns, restored) = (weights.shape[1], weights.restored());
@@ -182,8 +181,7 @@ fn an_outlier_rounds_integers_by_half_a_step(device: &Device) {
                 let sums = reference::project(&magnitudes(&x), &weights, columns);
                 for (i, (got, expected)) in y.iter().zip(&expected).enumerate() {
                     let error = (f64::from(*got) - expected).abs();
-                    // Beside rounding the sums in f32 are off, by less than in tests of exact
-                    // products.
+                    // The sums in f32 are also off, by less than in tests of exact products.
                     let bound = 0.5 * half_steps[i] + 2e-6 * sums[i];
                     assert!(error <= bound, "{name} {activations:?} by {n}: {i}: {error:.1e}");
                 }
@@ -192,8 +190,8 @@ fn an_outlier_rounds_integers_by_half_a_step(device: &Device) {
     }
 }
 
-/// Activations of any size where weights are 0, and none elsewhere.
-fn weights_that_are_zero_make_nothing(device: &Device) {
+/// Activations are 0 except at weights of 0.
+fn zero_weights_contribute_nothing(device: &Device) {
     for rows in [1, 5, 40] {
         each_with_zeros(600 + rows as u64, rows, |rng, weights, name| {
             let (columns, restored) = (weights.shape[1], weights.restored());
@@ -205,7 +203,7 @@ fn weights_that_are_zero_make_nothing(device: &Device) {
             let packed = device_blocks(weights, device);
             let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
             let y = y.into_data().try_into_vec::<f32>().unwrap();
-            // Each row of activations fits the row of weights of its number.
+            // Row `i` of activations is made for row `i` of weights.
             for row in 0..rows {
                 assert_eq!(y[row * rows + row], 0.0, "{name}: row {row} of {rows}");
             }
@@ -213,8 +211,9 @@ fn weights_that_are_zero_make_nothing(device: &Device) {
     }
 }
 
-/// More cubes than a device with WebGPU's limits has along an axis, 65535 of four rows of activations.
-fn launches_go_over_several_axes(device: &Device) {
+/// Launches more cubes than WebGPU guarantees along an axis: 65535, each for four rows of
+/// activations.
+fn launches_spread_over_several_axes(device: &Device) {
     let mut rng = Rng::new(350);
     let weights = Blocks::random(&mut rng, WeightFormat::Q4_0, [3, 32]);
     let n = 4 * 65_535 + 77;

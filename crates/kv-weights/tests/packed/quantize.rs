@@ -1,4 +1,4 @@
-//! Floats that are packed, and what is restored of them.
+//! Quantized floats and the numbers restored from them.
 
 use kv_weights::{GroupSize, Quantize, Range, WeightFormat, quantize, reference};
 
@@ -16,7 +16,8 @@ fn squared_error(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum()
 }
 
-/// Weights of a model: groups of different sizes and means, one of zeros, one of a sign.
+/// Returns weights as in a model: groups of different sizes and means, one of zeros, one of a
+/// single sign.
 fn weights(seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     (0..40usize)
@@ -29,7 +30,7 @@ fn weights(seed: u64) -> Vec<f32> {
 }
 
 #[test]
-fn numbers_are_off_by_half_a_step() {
+fn errors_are_at_most_half_a_step() {
     let x = weights(1);
     for group in GROUPS {
         for (format, steps) in
@@ -44,7 +45,7 @@ fn numbers_are_off_by_half_a_step() {
                         false => (largest - least) / steps,
                         true => largest.max(-least) / ((steps - 1.0) / 2.0),
                     };
-                    // The scale is rounded to 11 bits, the code of 0 to an integer.
+                    // The scale is rounded to 11 bits and the zero code to an integer.
                     let bound =
                         step * if symmetric { 0.51 } else { 1.01 } + largest.max(-least) / 1024.0;
                     for (x, y) in x.iter().zip(y) {
@@ -57,7 +58,7 @@ fn numbers_are_off_by_half_a_step() {
 }
 
 #[test]
-fn ranges_of_least_error_have_less() {
+fn least_error_lowers_the_squared_error() {
     let x = weights(2);
     let formats = GROUPS.map(WeightFormat::Int4).into_iter().chain([WeightFormat::Mxfp4]);
     for format in formats {
@@ -71,9 +72,10 @@ fn ranges_of_least_error_have_less() {
     }
 }
 
-/// `gguf.quants.quantize` of the Python package gguf 0.19 makes these blocks of these numbers.
+/// Compares with the blocks that `gguf.quants.quantize` of the Python package gguf 0.19 makes of
+/// the same numbers.
 #[test]
-fn mxfp4_is_made_as_by_the_gguf_package() {
+fn mxfp4_matches_the_gguf_package() {
     let x: Vec<f32> =
         (0..64).map(|i| ((i * 37 % 64) as f32 - 31.0) / if i < 32 { 7.0 } else { 640.0 }).collect();
     let blocks = quantize(&x, [2, 32], WeightFormat::Mxfp4, Quantize::default()).unwrap();
@@ -85,7 +87,7 @@ fn mxfp4_is_made_as_by_the_gguf_package() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_named() {
+fn invalid_weights_are_rejected() {
     let quantize = |x: &[f32], shape, format| {
         quantize(x, shape, format, Quantize::default()).unwrap_err().to_string()
     };
@@ -94,20 +96,22 @@ fn what_cannot_be_packed_is_named() {
         quantize(&[0.0; 96], [1, 96], int4),
         "columns 96: must be a positive multiple of 64, the numbers of a int4-g64 block"
     );
-    assert_eq!(quantize(&[0.0; 64], [2, 64], int4), "weights 64: must be those of 2 rows of 64");
+    assert_eq!(quantize(&[0.0; 64], [2, 64], int4), "weights 64: must be 2 rows of 64 columns");
     let mut x = [0.5; 128];
     x[67] = f32::NAN;
     assert_eq!(
         quantize(&x, [2, 64], int4),
-        "weight NaN: must be finite, and its scale an f16 (row 1, column 3)"
+        "weight NaN: must be finite, with a scale within f16 (row 1, column 3)"
     );
     x[67] = -3e38;
     assert_eq!(
         quantize(&x, [2, 64], int4),
-        "weight -300000000000000000000000000000000000000: must be finite, and its scale an f16 (row 1, column 3)"
+        "weight -300000000000000000000000000000000000000: must be finite, with a scale within f16 \
+         (row 1, column 3)"
     );
     assert_eq!(
         quantize(&x, [2, 64], WeightFormat::Q4_0),
-        "quantizing to q4_0 is not supported: it is read from files; int4, int8 and mxfp4 are made"
+        "quantizing to q4_0 is not supported: only int4, int8 and mxfp4 can be created; \
+         other formats are read from files"
     );
 }

@@ -23,7 +23,7 @@ use crate::{
     },
 };
 
-/// Most numbers of a matrix that are restored at a time: 16 MiB.
+/// Maximum number of weights restored at once: 16 MiB.
 const RESTORED: usize = 1 << 22;
 
 impl WeightOps for CubeBackend {
@@ -48,7 +48,8 @@ impl WeightOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let hardware = Hardware::of(x.client.properties());
         if hardware.way(rows_of(&x), plan.parts[0].format()) != Way::Few {
-            return composed::fused::<Self>(x, inputs, &plan);
+            let (project, gate) = (Self::packed_project, Self::packed_gate);
+            return composed::fused::<Self>(x, inputs, &plan, project, gate);
         }
         let FusedInputs { words, norm, bias, residual } = inputs;
         let extras = [norm, bias, residual].map(MaybeFloat::into_option);
@@ -115,7 +116,7 @@ impl WeightOps for CubeBackend {
     }
 }
 
-/// The product and nothing else.
+/// Returns the plan of a product with nothing fused.
 fn plan_of(layout: PackedLayout) -> FusedPlan {
     FusedPlan {
         parts: vec![layout],
@@ -131,7 +132,7 @@ fn rows_of(x: &CubeTensor) -> usize {
     n
 }
 
-/// One launch for the rows of `x`; `extras` are gains of the norm, bias and what is added.
+/// Multiplies few rows of `x` in one launch. `extras` are gains of the norm, bias and residual.
 fn few(
     hardware: Hardware,
     x: CubeTensor,
@@ -167,7 +168,7 @@ fn few(
     out
 }
 
-/// `x W^T` for many rows of `x`. A part of the matrix at a time is restored and multiplied with by Burn's product.
+/// Multiplies many rows of `x`: restores one part of the matrix at a time for Burn's matmul.
 fn many(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
     let words = into_contiguous(words.clone());
     let products = parts(&layout).map(|[start, end]| {
@@ -181,7 +182,7 @@ fn many(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
     }
 }
 
-/// `x W^T` for many rows of `x`, which tiles of the weights are unpacked for.
+/// Multiplies many rows of `x` by tiles of unpacked weights.
 fn tiled(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor {
     let (x, words) = (into_contiguous(x), into_contiguous(words.clone()));
     let [n, _] = x.meta.shape().dims();
@@ -192,7 +193,7 @@ fn tiled(x: CubeTensor, words: &CubeTensor, layout: PackedLayout) -> CubeTensor 
     out
 }
 
-/// First rows, and those after the last, of the parts that are restored at a time.
+/// Returns the row ranges, `[start, end]`, that are restored one at a time.
 fn parts(layout: &PackedLayout) -> impl Iterator<Item = [usize; 2]> {
     let rows = layout.rows();
     let most = (RESTORED / layout.columns()).max(1);
@@ -204,7 +205,7 @@ fn columns(tensor: CubeTensor, start: usize, end: usize) -> CubeTensor {
     CubeBackend::float_slice(tensor, &[Slice::from(0..n), Slice::from(start..end)])
 }
 
-/// `n` rows from `start` on, `[start, n]`, of contiguous words.
+/// Restores the rows `[start, n]` of contiguous words.
 fn restored(words: &CubeTensor, layout: &PackedLayout, rows: [usize; 2]) -> CubeTensor {
     let out = empty_like(words, [rows[1], layout.columns()]);
     launched(with_kernels!(layout.format(), F => {
@@ -213,8 +214,10 @@ fn restored(words: &CubeTensor, layout: &PackedLayout, rows: [usize; 2]) -> Cube
     out
 }
 
-/// Unwraps the result of a launch. The crate's functions have checked the limits of the device before; only direct
-/// calls of [`WeightOps`] can panic here.
+/// Unwraps the result of a launch.
+///
+/// The public functions check the limits of the device first, so only direct calls of [`WeightOps`]
+/// can panic here.
 fn launched(result: Result<()>) {
     if let Err(error) = result {
         panic!("{error}");
@@ -225,7 +228,7 @@ fn arg(tensor: &CubeTensor) -> BufferArg {
     tensor.clone().into_buffer_arg()
 }
 
-/// A tensor of f32 where `like` is.
+/// Allocates an f32 tensor on the device of `like`.
 fn empty_like(like: &CubeTensor, shape: [usize; 2]) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     empty_device_contiguous_dtype(client, device, Shape::new(shape), DType::F32)

@@ -10,7 +10,7 @@ use burn::{
 use super::*;
 use crate::{Quantize, WeightFormat, quantize, reference};
 
-/// The device, or none where there may be none.
+/// Returns the device, or `None` if the environment allows it to be missing.
 fn device() -> Option<burn_cubecl::CubeDevice> {
     // A runtime can be initialized only once per process.
     static DEVICE: LazyLock<Result<Device, String>> =
@@ -29,7 +29,8 @@ fn device() -> Option<burn_cubecl::CubeDevice> {
     }
 }
 
-/// Blocks of every kind of format: those of the tests' fixtures in another order in each row, or made of numbers.
+/// Returns blocks of a format: the test fixtures, in another order in each row, or quantized
+/// numbers.
 fn blocks(format: WeightFormat, [rows, columns]: [usize; 2]) -> Vec<u8> {
     if format.ggml_type().is_none() {
         let numbers: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.71).sin()).collect();
@@ -45,9 +46,9 @@ fn blocks(format: WeightFormat, [rows, columns]: [usize; 2]) -> Vec<u8> {
     numbers.flat_map(|i| found[i % found.len()].iter().copied()).collect()
 }
 
-/// Tiles of every format that are whole and not, of activations and of weights.
+/// Covers complete and incomplete tiles of activations and weights, in every format.
 #[test]
-fn tiles_give_the_products_of_all_formats() {
+fn tiles_match_the_reference_in_all_formats() {
     let Some(device) = device() else { return };
     for &format in WeightFormat::ALL {
         for (rows, spans, n) in [(1, 1, 1), (64, 2, 64), (75, 3, 33), (131, 1, 70), (200, 2, 97)] {
@@ -78,7 +79,7 @@ fn tiles_give_the_products_of_all_formats() {
     }
 }
 
-/// Prints how long each way takes, in turn, milliseconds: the medians of seven.
+/// Prints the median time of seven runs, in milliseconds, of each way to multiply.
 #[test]
 #[ignore = "measures"]
 fn ways_are_timed() {
@@ -129,10 +130,10 @@ fn ways_are_timed() {
     }
 }
 
-/// Sums over the units of a plane, over those of a cube that have no planes, and of each unit alone, and products with
-/// restored parts of the matrix: all are within rounding of f64, whichever way this device takes.
+/// Compares all ways with f64: sums over a plane, over a cube without planes and by single units,
+/// and products with restored weights.
 #[test]
-fn every_way_gives_the_same_products() {
+fn every_way_matches_the_reference() {
     let Some(device) = device() else { return };
     let wave = |n: usize, pitch: f32| (0..n).map(move |i| (i as f32 * pitch).sin() + 0.1);
     let (rows, columns) = (75, 768);
@@ -140,7 +141,7 @@ fn every_way_gives_the_same_products() {
         let layout = PackedLayout::new(format, [rows, columns]).unwrap();
         let mut blocks: Vec<u8> = (0..4 * layout.words()).map(|i| (i * 89 % 251) as u8).collect();
         for block in blocks[..layout.bytes()].chunks_mut(format.block_bytes()) {
-            // Scales of 2^-7, where the formats have them.
+            // Scales of 2^-7, in formats with f16 scales.
             let scales: &[usize] = match format {
                 WeightFormat::Q6K => &[208],
                 WeightFormat::Q4_0 => &[0],

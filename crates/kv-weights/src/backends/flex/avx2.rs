@@ -1,11 +1,12 @@
-//! AVX2, with FMA and F16C.
+//! AVX2 with FMA and F16C.
 
 use core::arch::x86_64::*;
 
 use super::{
-    few::{self, Rows},
+    few,
     instructions::{CodeInstructions, Instructions},
-    wide,
+    integers::Rows,
+    wide_row,
 };
 use crate::formats::{
     unpack::{Blocks, Halves},
@@ -17,7 +18,7 @@ pub(super) struct Avx2;
 impl Halves for Avx2 {
     #[inline(always)]
     fn widened(bits: u16) -> f32 {
-        // SAFETY: only functions for processors that have it unpack with it.
+        // SAFETY: only functions compiled for F16C unpack with it.
         unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))) }
     }
 }
@@ -81,7 +82,7 @@ impl Instructions for Avx2 {
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }
 
@@ -127,7 +128,7 @@ impl CodeInstructions for Avx2 {
     }
 }
 
-/// 16 codes, less that of 0.
+/// Returns 16 codes minus the zero code.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn sixteen(codes: &[u8; 16], zero: u8) -> __m256i {

@@ -1,8 +1,8 @@
-//! AVX-512, for numbers of 16 bits: there are products of bytes where there is VNNI.
+//! AVX-512 for 16-bit weights. Weights in codes use byte products instead, if there is VNNI.
 
 use core::arch::x86_64::*;
 
-use super::{instructions::Instructions, wide};
+use super::{instructions::Instructions, wide_row};
 use crate::formats::wide::Vectors;
 
 pub(super) struct Avx512;
@@ -62,6 +62,6 @@ impl Instructions for Avx512 {
     #[target_feature(enable = "avx512f")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }

@@ -1,21 +1,21 @@
-//! Products of many rows: a part of the matrix at a time is restored, and multiplied with as floats.
+//! Products of many rows: restores one part of the matrix at a time and multiplies floats.
 
 use gemm::{Parallelism, gemm};
 
 use super::{portable, stacked::Stacked, threads::in_parts};
 use crate::PackedLayout;
 
-/// Most numbers that are restored at a time: 4 MB, which stays in the processor's cache while it is multiplied.
+/// Maximum number of weights restored at once: 4 MB, which stay in the cache while they are used.
 const RESTORED: usize = 1 << 20;
-/// Numbers that a thread restores at a time.
+/// Numbers restored by a thread at a time.
 const PART: usize = 1 << 15;
 
-/// Rows that are restored at a time.
+/// Returns the number of rows restored at once.
 fn rows_at_a_time(layout: &PackedLayout) -> usize {
     (RESTORED / layout.columns()).max(1)
 }
 
-/// `x W^T`, `[rows of x, rows]`.
+/// Returns `x W^T`, `[rows of x, rows]`.
 pub(super) fn project(x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
     let (layout, rows, columns) = (matrix.layout(), matrix.rows(), matrix.columns());
     let n = x.len() / columns;
@@ -31,7 +31,7 @@ pub(super) fn project(x: &[f32], matrix: &Stacked<'_>) -> Vec<f32> {
     out
 }
 
-/// `grad W`, `[rows of grad, columns]`.
+/// Returns `grad W`, `[rows of grad, columns]`.
 pub(super) fn backward(grad: &[f32], blocks: &[u8], layout: &PackedLayout) -> Vec<f32> {
     let [rows, columns] = layout.shape();
     let n = grad.len() / rows;
@@ -54,7 +54,7 @@ fn restored<'a>(blocks: &[u8], layout: &PackedLayout, weights: &'a mut [f32]) ->
     weights
 }
 
-/// The numbers of whole rows.
+/// Restores whole rows.
 pub(super) fn restore(blocks: &[u8], layout: &PackedLayout, out: &mut [f32]) {
     let (row, columns) = (layout.row_bytes(), layout.columns());
     let rows = PART.div_ceil(columns);
@@ -68,14 +68,14 @@ struct Product {
     m: usize,
     n: usize,
     k: usize,
-    /// Elements between the rows of what it is written to.
+    /// Elements between the rows of the output.
     out_stride: usize,
-    /// Whether it is added to what is there.
+    /// True to add to the output instead of replacing it.
     add: bool,
 }
 
 impl Product {
-    /// A matrix is its elements, the stride of its rows and that of its columns.
+    /// Multiplies `a` by `b`, each given by its elements, row stride and column stride.
     fn multiply(&self, out: &mut [f32], a: (&[f32], usize, usize), b: (&[f32], usize, usize)) {
         let &Self { m, n, k, out_stride, add } = self;
         let last = |rows: usize, row: usize, columns: usize, column: usize| {
@@ -84,7 +84,7 @@ impl Product {
         assert!(m > 0 && n > 0 && k > 0);
         assert!(last(m, out_stride, n, 1) < out.len());
         assert!(last(m, a.1, k, a.2) < a.0.len() && last(k, b.1, n, b.2) < b.0.len());
-        // SAFETY: all elements are in their slices, as asserted.
+        // SAFETY: all elements are within their slices, as asserted.
         unsafe {
             gemm(
                 m,

@@ -1,24 +1,20 @@
-//! Products of few rows of activations with blocks, in vectors: blocks are unpacked one at a time into bytes, which are
-//! multiplied with activations as integers of 16 bits, or as floats.
+//! Products of few rows of activations with blocks, in vectors.
+//!
+//! Blocks are unpacked one at a time into bytes. These are multiplied with activations either as
+//! 16-bit integers or as floats.
 
 use super::{
-    AHEAD, LINE, PARALLEL,
     instructions::CodeInstructions,
-    integers::{BLOCK, Integers},
+    integers::{BLOCK, Integers, Rows},
     stacked::Stacked,
+    tuning::{AHEAD, LINE, PARALLEL},
 };
 use crate::{
     Activations,
     formats::unpack::{Blocks, MOST},
 };
 
-/// Rows of activations as they are multiplied.
-pub(super) enum Rows<'a> {
-    Rounded(Integers),
-    Exact(&'a [f32]),
-}
-
-/// `x W^T` for few rows of `x`, `[rows of x, rows]`.
+/// Returns `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<I: CodeInstructions, F: Blocks>(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -40,7 +36,7 @@ pub(super) fn project<I: CodeInstructions, F: Blocks>(
     })
 }
 
-/// The products of a row of weights with all of `x`.
+/// Multiplies one row of weights with all of `x`.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -60,7 +56,7 @@ pub(super) unsafe fn row<I: CodeInstructions, F: Blocks>(
     }
 }
 
-/// A block as bytes.
+/// An unpacked block.
 struct Unpacked {
     codes: [u8; MOST],
     scales: [f32; MOST / 16],
@@ -71,7 +67,7 @@ const EMPTY: Unpacked =
     Unpacked { codes: [0; MOST], scales: [0.0; MOST / 16], mins: [0.0; MOST / BLOCK] };
 
 impl Unpacked {
-    /// Unpacks block `i` of a row, and has the processor fetch what comes later.
+    /// Unpacks block `i` of a row and prefetches a later one.
     ///
     /// # Safety
     /// The processor has the instructions.
@@ -86,7 +82,7 @@ impl Unpacked {
     }
 }
 
-/// The products of a row of weights with all of `x` as integers.
+/// Multiplies one row of weights with all of `x`, rounded to integers.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -121,7 +117,7 @@ unsafe fn rounded<I: CodeInstructions, F: Blocks>(
     }
 }
 
-/// Adds the products of a block with what begins at `at`.
+/// Adds the products of a block with the activations from `at` on to `sums` and `mins`.
 ///
 /// # Safety
 /// The processor has the instructions.
@@ -153,9 +149,11 @@ unsafe fn rounded_block<I: CodeInstructions, F: Blocks>(
     (sums, mins)
 }
 
-/// The products of a row of weights with all of `x`. A weight is rounded as when it is restored,
-/// before it is multiplied: a minimum times the sum of activations, apart from their products with
-/// codes, would be off by a part of these, also where they cancel each other.
+/// Multiplies one row of weights with all of `x`, not rounded.
+///
+/// Weights are restored, with rounding, before they are multiplied. The alternative, to multiply
+/// the sum of activations by the minimum, has an error relative to both parts, which is large where
+/// they cancel.
 ///
 /// # Safety
 /// The processor has the instructions.

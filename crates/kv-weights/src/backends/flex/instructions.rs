@@ -1,38 +1,40 @@
-//! What the kernels for few rows ask of a processor: those of [`few`](super::few) and [`wide`](super::wide) are written
-//! once, and compiled for each kind of instructions.
+//! Vector instructions used by [`few`](super::few) and [`wide_row`](super::wide_row).
+//!
+//! Those kernels are written once and compiled for each instruction set.
 
-use super::few::Rows;
+use super::integers::Rows;
 use crate::formats::{
     unpack::{Blocks, Halves},
     wide::Vectors,
 };
 
-/// Instructions for vectors of f32.
+/// Vector instructions on f32.
 ///
 /// # Safety
 ///
-/// Functions that are unsafe may be called where [`available`](Self::available) is true. They become the instructions
-/// they stand for only in functions that are compiled for these, which [`row_of_wide`](Self::row_of_wide) and
-/// [`CodeInstructions::row`] are: what these call is always inlined.
+/// Unsafe functions may be called if [`available`](Self::available) returns true. The functions
+/// compile to single instructions only inside functions with the right target features:
+/// [`row_of_wide`](Self::row_of_wide) and [`CodeInstructions::row`], into which all callees are
+/// inlined.
 pub(super) trait Instructions {
-    /// Numbers in f32.
+    /// A vector of f32.
     type Vector: Copy;
-    /// How many.
+    /// Number of lanes of a vector.
     const LANES: usize;
 
-    /// Whether this processor has the instructions.
+    /// Returns whether this processor has the instructions.
     fn available() -> bool;
 
-    /// Has the processor bring a byte, which need not exist, into its cache.
+    /// Prefetches the cache line of an address, which need not be valid.
     unsafe fn fetch(byte: *const u8);
 
-    /// The same number in all lanes.
+    /// Sets all lanes to `number`.
     unsafe fn splat(number: f32) -> Self::Vector;
 
-    /// The first numbers.
+    /// Loads the first `LANES` numbers.
     unsafe fn load(numbers: &[f32]) -> Self::Vector;
 
-    /// The first numbers of 16 bits.
+    /// Loads the first `LANES` 16-bit numbers and widens them.
     unsafe fn widened<W: Vectors>(bits: &[u16]) -> Self::Vector;
 
     /// `a + b`.
@@ -41,24 +43,25 @@ pub(super) trait Instructions {
     /// `a * b + c`, rounded once.
     unsafe fn multiply_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
 
-    /// The sum of all lanes.
+    /// Sums all lanes.
     unsafe fn total(vector: Self::Vector) -> f32;
 
-    /// [`wide::row`](super::wide::row).
+    /// Runs [`wide_row::row`](super::wide_row::row).
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]);
 }
 
-/// Instructions for bytes as well.
+/// Vector instructions on codes in bytes.
 ///
 /// # Safety
 ///
-/// As for [`Instructions`].
+/// The same rules as for [`Instructions`].
 pub(super) trait CodeInstructions: Instructions + Halves {
-    /// Sums of the products of codes, less `zero`, with as many integers, 16 or 32, in any lanes.
+    /// Multiplies 16 or 32 codes, minus `zero`, with integers. The lanes in which products are
+    /// summed are not specified.
     unsafe fn integer_products(codes: &[u8], zero: u8, x: &[i16]) -> Self::Vector;
 
-    /// `sums` and the products of weights, `(code - zero) * scale + min`, with as many floats, 16
-    /// or 32, in any lanes.
+    /// Adds the products of 16 or 32 weights, `(code - zero) * scale + min`, with floats to `sums`.
+    /// The lanes in which products are summed are not specified.
     unsafe fn float_products(
         codes: &[u8],
         zero: u8,
@@ -67,6 +70,6 @@ pub(super) trait CodeInstructions: Instructions + Halves {
         sums: Self::Vector,
     ) -> Self::Vector;
 
-    /// [`few::row`](super::few::row).
+    /// Runs [`few::row`](super::few::row).
     unsafe fn row<F: Blocks>(row: &[u8], x: &Rows<'_>, columns: usize, out: &mut [f32]);
 }

@@ -1,25 +1,32 @@
-//! Activations as integers.
+//! Activations rounded to integers.
 
 use macerator::Simd;
 
 use super::threads::in_parts;
 
-/// Numbers that are rounded together.
+/// Numbers that share a step.
 pub(super) const BLOCK: usize = 32;
-/// Numbers that a thread rounds at a time.
+/// Numbers rounded by a thread at a time.
 const PART: usize = 1 << 14;
 
-/// Activations as integers of 16 bits.
+/// Activations as 16-bit integers.
 pub(super) struct Integers {
     pub(super) codes: Vec<i16>,
-    /// What 1 stands for, of each block. NaN if a number of it is not finite.
+    /// Step of each block, or NaN if a number of the block is not finite.
     pub(super) steps: Vec<f32>,
-    /// Sums of the rounded numbers of each block.
+    /// Sum of the rounded numbers of each block.
     pub(super) sums: Vec<f32>,
 }
 
+/// Rows of activations, rounded or not.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) enum Rows<'a> {
+    Rounded(Integers),
+    Exact(&'a [f32]),
+}
+
 impl Integers {
-    /// Rounds them so that the largest of 32 becomes `largest`.
+    /// Rounds activations so that the largest of each 32 becomes `largest`.
     pub(super) fn round(x: &[f32], largest: f32) -> Self {
         let blocks = x.len() / BLOCK;
         let mut rounded =
@@ -33,7 +40,7 @@ impl Integers {
         rounded
     }
 
-    /// The numbers that they stand for.
+    /// Returns the rounded numbers as floats.
     pub(super) fn floats(&self) -> Vec<f32> {
         let mut floats = vec![0.0; self.codes.len()];
         let parts = floats.chunks_mut(PART).zip(self.codes.chunks(PART));
@@ -68,7 +75,7 @@ fn round<S: Simd>(x: &[f32], to: f32, codes: &mut [i16], steps: &mut [f32], sums
         let per_step = if *step > 0.0 { 1.0 / *step } else { 0.0 };
         let mut total = 0;
         for (code, x) in codes.iter_mut().zip(x) {
-            // With a step that is NaN all are 0, whatever a number that is not finite becomes: 0 times it is NaN.
+            // If the step is NaN, the codes do not matter: any code times NaN is NaN.
             let integer = (x * per_step).round_ties_even() as i32;
             *code = integer as i16;
             total += integer;

@@ -1,4 +1,4 @@
-//! The CPU: kernels on slices, which read the blocks where they lie.
+//! The CPU: kernels on slices, which read blocks in place.
 
 #![allow(
     clippy::extra_unused_type_parameters,
@@ -16,14 +16,19 @@ mod gate;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod instructions;
 mod integers;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod native;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 mod stacked;
 mod threads;
+mod tuning;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 mod wide;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod wide_row;
 
 use burn::{
     backend::{
@@ -37,6 +42,8 @@ use burn_flex::FlexTensor;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use instructions::Instructions;
 use integers::Integers;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use native::Native;
 use stacked::Stacked;
 pub use threads::in_parts;
 
@@ -46,28 +53,8 @@ use crate::{
     formats::{unpack::Blocks, with_blocks},
 };
 
-/// The instructions that most processors of this architecture have.
-#[cfg(target_arch = "x86_64")]
-type Native = avx2::Avx2;
-/// The instructions that most processors of this architecture have.
-#[cfg(target_arch = "aarch64")]
-type Native = neon::Neon;
-
-/// From so many rows of activations on, parts of the matrix are restored and multiplied with as floats, where there are
-/// no instructions for bytes.
+/// Rows of activations from which parts of the matrix are restored, without byte instructions.
 const MANY: usize = 18;
-/// Bytes of weights that a thread takes at a time, about: reading in order is fastest, and so is a last part that no
-/// thread has to wait for.
-const PART: usize = 256 << 10;
-/// Multiplications that are worth a second thread.
-const PARALLEL: usize = 1 << 17;
-/// Bytes of a line of the processor's cache.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const LINE: usize = 64;
-/// How many bytes before they are multiplied blocks are brought into the cache. The processor foresees by itself what
-/// is read in order, but not past the end of a page.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const AHEAD: usize = 2048;
 
 impl WeightOps for Flex {
     fn packed_project(
@@ -88,7 +75,7 @@ impl WeightOps for Flex {
         inputs: FusedInputs<Self>,
         plan: FusedPlan,
     ) -> FloatTensor<Self> {
-        composed::fused_around::<Self>(x, inputs, &plan, |x, words, gate| {
+        let products = |x, words: Vec<_>, gate| {
             let x = contiguous(x);
             let words: Vec<_> = words.into_iter().map(contiguous).collect();
             let parts = words.iter().zip(&plan.parts);
@@ -98,7 +85,8 @@ impl WeightOps for Flex {
             let n = x.len() / plan.parts[0].columns();
             let outputs = y.len() / n;
             tensor(y, [n, outputs])
-        })
+        };
+        composed::fused_around::<Self>(x, inputs, &plan, products, Self::packed_gate)
     }
 
     fn packed_picked(
@@ -113,7 +101,7 @@ impl WeightOps for Flex {
         let (columns, rows) = (layout.columns(), layout.rows());
         let picked = picked.storage::<i32>();
         let mut out = vec![0.0; picked.len() * rows];
-        // Each expert reads its rows once, for all that picked it.
+        // The rows of each expert are read once for all of its picks.
         let mut slots: Vec<usize> = (0..picked.len()).collect();
         slots.sort_by_key(|&slot| picked[slot]);
         for slots in slots.chunk_by(|&a, &b| picked[a] == picked[b]) {
@@ -177,7 +165,7 @@ impl WeightOps for Flex {
     }
 }
 
-/// `x W^T`, by the instructions that this processor has, with a gate of the halves of the rows.
+/// Returns `x W^T`, with a gate of the halves of the rows, by the best instructions available.
 fn project(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -197,10 +185,10 @@ fn project(
             wide::project::<W>(x, matrix)
         }
     });
-    gated(products, matrix, gate)
+    gate::gated_products(products, matrix, gate)
 }
 
-/// `x W^T` where there are no instructions for bytes.
+/// Returns `x W^T` without byte instructions.
 fn blocks_project<F: Blocks>(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -219,22 +207,16 @@ fn blocks_project<F: Blocks>(
     portable::project::<F>(x, matrix, activations)
 }
 
-/// Products with a gate of their halves.
-fn gated(products: Vec<f32>, matrix: &Stacked<'_>, gate: Option<Gate>) -> Vec<f32> {
-    match gate {
-        Some(gate) => gate::gated(&products, matrix.rows() / 2, gate),
-        None => products,
-    }
-}
-
-/// The blocks of all rows.
+/// Returns the blocks of all rows.
 fn blocks<'a>(words: &'a FlexTensor, layout: &PackedLayout) -> &'a [u8] {
     debug_assert_eq!(words.dtype(), DType::U32);
     &words.bytes()[..layout.bytes()]
 }
 
-/// `tensor` in row-major order and alone in its buffer: `storage` returns the whole buffer, even where the tensor is
-/// a view of a part. A tensor that is so already is not copied.
+/// Returns `tensor` in row-major order and as the only content of its buffer.
+///
+/// `storage` returns a whole buffer even if the tensor is a view of a part. Copies only if
+/// necessary.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let layout = tensor.layout();
     let bytes = layout.num_elements() * tensor.dtype().size();
@@ -253,10 +235,9 @@ mod tests {
     use super::*;
     use crate::{WeightFormat, reference};
 
-    /// The blocks of the tests' fixtures in another order in each row, in all ways that processors without instructions
-    /// for bytes take.
+    /// Multiplies shuffled fixture blocks in all ways of processors without byte instructions.
     #[test]
-    fn products_are_those_of_the_definition() {
+    fn products_match_the_definition() {
         for &format in WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some()) {
             let mut all = vec![Activations::Exact];
             if !format.is_float() {
@@ -278,7 +259,7 @@ mod tests {
             let restored = reference::restore(format, &matrix);
             let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let sums = reference::project(&magnitudes(&x), &magnitudes(&restored), columns);
-            // In two pieces, of which threads take parts.
+            // Two pieces, which are divided among threads.
             let pieces = matrix.split_at(23 * layout.row_bytes());
             let pieces = [(pieces.0, 23), (pieces.1, rows - 23)];
             let layout = |rows| PackedLayout::new(format, [rows, columns]).unwrap();
@@ -287,7 +268,7 @@ mod tests {
                 let rounded = activations.largest().map(|to| Integers::round(x, to).floats());
                 dense::project(rounded.as_deref().unwrap_or(x), &matrix)
             };
-            // A single row of activations is multiplied by loops of its own.
+            // One row of activations takes different loops than several.
             for (activations, n) in all.into_iter().flat_map(|all| [(all, 1), (all, 5)]) {
                 let x = &x[..n * columns];
                 let rounded = activations.largest().map(|to| reference::round_activations(x, to).0);
@@ -320,7 +301,7 @@ mod tests {
         }
     }
 
-    /// Blocks with any codes, scales of 1 / 64 and zeros in the middle of the codes.
+    /// Returns blocks with random codes, scales of 1 / 64 and zero codes in the middle.
     fn blocks_of(format: WeightFormat, blocks: usize) -> Vec<u8> {
         let mut state = 1u64;
         let mut bytes: Vec<u8> = (0..blocks * format.block_bytes())
@@ -345,7 +326,7 @@ mod tests {
             }
             if format.is_float() {
                 for number in block.as_chunks_mut::<2>().0 {
-                    // A quarter is 0; exponents are those of numbers of about 1.
+                    // A quarter of the numbers is 0. The others have exponents of about 0.
                     number[1] = if number[0] < 64 { 0 } else { number[1] & 0x83 | 0x3c };
                     number[0] = if number[0] < 64 { 0 } else { number[0] };
                 }
@@ -354,10 +335,10 @@ mod tests {
         bytes
     }
 
-    /// An activation of 1e4 where a weight is 0 is nothing beside those of 1e-2: every way of a
-    /// processor finds their sum.
+    /// Activations of 1e4 at weights of 0 must not change the sum of the others, of 1e-2, in any
+    /// way of multiplying.
     #[test]
-    fn exact_products_are_exact_beside_outliers() {
+    fn exact_products_survive_outliers() {
         for &format in WeightFormat::ALL {
             let (rows, columns) = (69, 1024);
             let matrix = blocks_of(format, rows * columns / format.block_numbers());
@@ -365,7 +346,8 @@ mod tests {
             let layout = PackedLayout::new(format, [rows, columns]).unwrap();
             let stacked = Stacked::one(&matrix, layout);
             for n in [1, 5] {
-                // Each row of activations has its outliers where weights of a row are 0.
+                // Outliers are placed at the zeros of one row of weights for each row of
+                // activations.
                 let x: Vec<f32> = (0..n * columns)
                     .map(|i| match restored[i] {
                         0.0 => 1e4 * (1.0 - 2.0 * (i % 2) as f32),
@@ -392,8 +374,7 @@ mod tests {
                 for (way, products) in ways {
                     for (i, product) in products.into_iter().enumerate() {
                         let error = (f64::from(product) - expected[i]).abs();
-                        // Each of as many additions as there are columns may be rounded to the last
-                        // digit of the sum.
+                        // Each of `columns` additions may round to the last digit of the sum.
                         let bound = columns as f64 * 2f64.powi(-24) * sums[i];
                         assert!(error <= bound, "{format} {way} by {n}: {i}: {error:.1e}");
                     }

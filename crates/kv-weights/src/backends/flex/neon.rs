@@ -1,12 +1,13 @@
-//! NEON, which processors of this architecture have.
+//! NEON.
 
 use core::arch::{aarch64::*, asm};
 use std::arch::is_aarch64_feature_detected;
 
 use super::{
-    few::{self, Rows},
+    few,
     instructions::{CodeInstructions, Instructions},
-    wide,
+    integers::Rows,
+    wide_row,
 };
 use crate::formats::{
     unpack::{Blocks, Halves},
@@ -18,7 +19,7 @@ pub(super) struct Neon;
 impl Halves for Neon {
     #[inline(always)]
     fn widened(bits: u16) -> f32 {
-        // SAFETY: only functions for processors that have it unpack with it.
+        // SAFETY: only functions compiled for NEON unpack with it.
         unsafe { vgetq_lane_f32::<0>(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)))) }
     }
 }
@@ -34,8 +35,8 @@ impl Instructions for Neon {
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn fetch(byte: *const u8) {
-        // By its name, as Rust's function for it is not stable.
-        // SAFETY: prefetching reads nothing.
+        // Inline assembly, since Rust's intrinsic is not stable.
+        // SAFETY: a prefetch does not access memory.
         unsafe {
             asm!(
                 "prfm pldl1keep, [{}]",
@@ -86,7 +87,7 @@ impl Instructions for Neon {
     #[target_feature(enable = "neon")]
     unsafe fn row_of_wide<W: Vectors>(row: &[u16], x: &[f32], out: &mut [f32]) {
         // SAFETY: the processor has the instructions, as the caller says.
-        unsafe { wide::row::<Self, W>(row, x, out) }
+        unsafe { wide_row::row::<Self, W>(row, x, out) }
     }
 }
 
@@ -136,7 +137,7 @@ impl CodeInstructions for Neon {
     }
 }
 
-/// 16 codes, less that of 0.
+/// Returns 16 codes minus the zero code.
 #[inline]
 #[target_feature(enable = "neon")]
 fn sixteen(codes: &[u8; 16], zero: u8) -> [int16x8_t; 2] {

@@ -1,19 +1,19 @@
-//! Kernels for any processor: blocks are unpacked one at a time into bytes or floats, and plain loops multiply them,
-//! which the compiler vectorizes.
+//! Kernels for any processor: blocks are unpacked into bytes or floats, and plain loops, which the
+//! compiler vectorizes, multiply them.
 
 use macerator::Simd;
 
 use super::{
-    PARALLEL,
     integers::{BLOCK, Integers},
     stacked::Stacked,
+    tuning::PARALLEL,
 };
 use crate::{
     Activations, WeightFormat,
     formats::unpack::{self, AnyHalves, Blocks, MOST},
 };
 
-/// `x W^T` for few rows of `x`, `[rows of x, rows]`.
+/// Returns `x W^T` for few rows of `x`, `[rows of x, rows]`.
 pub(super) fn project<F: Blocks>(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -33,7 +33,7 @@ pub(super) fn project<F: Blocks>(
     })
 }
 
-/// Writes the numbers of whole blocks, with the widest vectors the processor has.
+/// Restores whole blocks with the widest vectors of the processor.
 pub(super) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
     vectorized(format, blocks, out);
 
@@ -43,7 +43,7 @@ pub(super) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The products of a row of weights with all of `x`.
+/// Multiplies one row of weights with all of `x`.
 #[macerator::with_simd]
 fn exact<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &[f32], columns: usize, out: &mut [f32]) {
     let mut weights = [0.0; MOST];
@@ -68,7 +68,7 @@ fn dot(weights: &[f32], x: &[f32]) -> f32 {
     sums.iter().sum()
 }
 
-/// The products of a row of weights with all of `x` as integers.
+/// Multiplies one row of weights with all of `x`, rounded to integers.
 #[macerator::with_simd]
 fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Integers, columns: usize, out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / BLOCK]);

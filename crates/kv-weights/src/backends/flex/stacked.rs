@@ -1,18 +1,19 @@
-//! Matrices whose rows follow one another.
+//! Adjacent matrices, used as one.
 
-use super::{PART, threads::in_parts};
+use super::{threads::in_parts, tuning::PART};
 use crate::PackedLayout;
 
-/// Matrices of one format and width, by the blocks of each, whose rows follow one another: activations are rounded once
-/// for all of them, and no thread waits between them.
+/// Matrices of one format and width, stacked by rows.
+///
+/// Activations are rounded once for all of them, and threads do not wait between them.
 pub(super) struct Stacked<'a> {
-    /// Format and width, and the rows of the first.
+    /// Format and width of all matrices. The number of rows is that of the first.
     layout: PackedLayout,
     parts: Vec<&'a [u8]>,
 }
 
 impl<'a> Stacked<'a> {
-    /// One or more matrices.
+    /// Stacks one or more matrices.
     pub(super) fn new(parts: impl IntoIterator<Item = (&'a [u8], PackedLayout)>) -> Self {
         let (parts, layouts): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let layout = layouts[0];
@@ -27,7 +28,7 @@ impl<'a> Stacked<'a> {
         Self::new([(blocks, layout)])
     }
 
-    /// Format and width; of the rows it has only those of the first matrix.
+    /// Returns the layout of the first matrix. Format and width hold for all.
     pub(super) fn layout(&self) -> &PackedLayout {
         &self.layout
     }
@@ -36,12 +37,12 @@ impl<'a> Stacked<'a> {
         self.layout.columns()
     }
 
-    /// Rows of all.
+    /// Returns the number of rows of all matrices.
     pub(super) fn rows(&self) -> usize {
         self.bytes() / self.layout.row_bytes()
     }
 
-    /// The halves of all rows, where each lies in one piece.
+    /// Returns the halves of all rows, if each is contiguous.
     pub(super) fn halves(&self) -> Option<[&'a [u8]; 2]> {
         match self.parts[..] {
             [both] => Some(both.split_at(both.len() / 2).into()),
@@ -50,7 +51,7 @@ impl<'a> Stacked<'a> {
         }
     }
 
-    /// At most `rows` rows at a time that lie in one piece, and the number of the first of them.
+    /// Yields contiguous pieces of at most `rows` rows, each with the number of its first row.
     pub(super) fn pieces(&self, rows: usize) -> impl Iterator<Item = (usize, &'a [u8])> + Send {
         let row = self.layout.row_bytes();
         let mut start = 0;
@@ -65,8 +66,10 @@ impl<'a> Stacked<'a> {
         })
     }
 
-    /// Calls `work` with blocks of some rows and room for their products with `n` rows of activations, `[rows of
-    /// weights, n]`: all products, `[n, rows]`.
+    /// Multiplies in parts and returns all products, `[n, rows]`.
+    ///
+    /// Calls `work` with the blocks of some rows and the output for their products with `n` rows of
+    /// activations, `[rows of weights, n]`.
     pub(super) fn by_weight_rows(
         &self,
         n: usize,

@@ -1,8 +1,8 @@
-//! Work in parts, on all threads.
+//! Parallel work in parts.
 //!
-//! A decode step is a hundred products of 10 to 50 microseconds each, and a sleeping thread takes as long to wake. So
-//! threads of rayon's pool that have helped stay awake for a while, and join the next product within a microsecond.
-//! While they wait they do what else the pool has to do.
+//! A decode step consists of about a hundred products of 10 to 50 microseconds each. Waking a
+//! thread takes as long. So threads of rayon's pool that have helped stay awake for a while and
+//! join the next product within a microsecond. While they wait, they run other tasks of the pool.
 
 use core::{
     hint, iter,
@@ -15,14 +15,15 @@ use std::{
     time::Instant,
 };
 
-/// How long a thread that has nothing to help with stays awake: longer than what is between two products of a step.
+/// Time for which an idle thread stays awake: longer than the time between two products of a decode step.
 const AWAKE: Duration = Duration::from_micros(200);
-/// Pauses after which a waiting thread looks at the clock and for other work.
+/// Pauses before a waiting thread checks the clock and looks for other tasks.
 const PAUSES: usize = 32;
 
-/// Does each part once: alone, or if it is worth it (`parallel`) with the threads of rayon's pool that are awake. Those
-/// that sleep are woken for the products that follow. If another thread is at work in parts already, this one does its
-/// own alone.
+/// Runs `work` once for each part.
+///
+/// If `parallel`, awake threads of rayon's pool help, and sleeping ones are woken for later calls.
+/// If another thread already runs parts in parallel, this thread works alone.
 pub fn in_parts<T: Send>(
     parts: impl Iterator<Item = T> + Send,
     parallel: bool,
@@ -44,35 +45,35 @@ static TEAM: Team = Team {
     awake: AtomicUsize::new(0),
 };
 
-/// Threads that help one another.
+/// Threads that help each other.
 struct Team {
-    /// What is to be done now, by as many threads as will.
+    /// The current job, which any thread may join.
     job: Mutex<Option<Job>>,
-    /// How many jobs there were.
+    /// Number of jobs started.
     jobs: AtomicUsize,
-    /// Threads that help with the job.
+    /// Number of threads that help with the job.
     running: AtomicUsize,
-    /// Threads that are awake, or are waking up.
+    /// Number of threads that are awake or waking up.
     awake: AtomicUsize,
 }
 
-/// Work that lasts until [`Close`] is dropped.
+/// Work that stays valid until [`Close`] is dropped.
 #[derive(Clone, Copy)]
 struct Job(*const (dyn Fn() + Sync));
 
-// SAFETY: what it points to may be shared by threads, and is there as long as the job is.
+// SAFETY: the pointee is `Sync` and outlives the job.
 unsafe impl Send for Job {}
 
 impl Team {
-    /// Calls `work` on this thread and on helpers, and returns when all have ended.
+    /// Calls `work` on this thread and on helpers, and returns when all calls have returned.
     fn share(&'static self, work: &(dyn Fn() + Sync), helpers: usize) {
         let mut job = lock(&self.job);
         if job.is_some() {
             drop(job);
             return work();
         }
-        // SAFETY: only the lifetime changes. Helpers read the job under its lock while it is there, and are counted
-        // before they unlock it; `Close` takes the job away and waits for those that were counted.
+        // SAFETY: only the lifetime changes. Helpers read the job under its lock and are counted
+        // before they release it. `Close` removes the job and waits for those that were counted.
         *job = Some(Job(unsafe {
             core::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(work)
         }));
@@ -89,7 +90,7 @@ impl Team {
 
     /// Helps with jobs until there has been none for a while.
     fn help(&self) {
-        // The job for which this thread was woken has been counted already.
+        // `jobs` already counts the job for which this thread was woken.
         let (mut seen, mut since) = (usize::MAX, Instant::now());
         loop {
             let jobs = self.jobs.load(Ordering::Acquire);
@@ -119,13 +120,13 @@ impl Team {
             self.running.fetch_add(1, Ordering::Relaxed);
             (work, Running(self))
         };
-        // SAFETY: the job is not over before this thread is no longer counted.
+        // SAFETY: the job stays valid while this thread is counted.
         unsafe { (*work)() };
         drop(running);
     }
 }
 
-/// A thread that is counted as helping.
+/// Counts a helping thread until it is dropped.
 struct Running<'a>(&'a Team);
 
 impl Drop for Running<'_> {
@@ -134,7 +135,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Ends the job.
+/// Ends the job when it is dropped.
 struct Close<'a>(&'a Team);
 
 impl Drop for Close<'_> {
@@ -143,13 +144,13 @@ impl Drop for Close<'_> {
         let mut pauses = 0usize;
         while self.0.running.load(Ordering::Acquire) > 0 {
             pauses += 1;
-            // A helper may have lost its processor to another program.
+            // The operating system may have preempted a helper.
             if pauses > 4096 { thread::yield_now() } else { hint::spin_loop() }
         }
     }
 }
 
-/// No panic leaves what is locked here half done.
+/// Locks a mutex. Poisoning is ignored: no panic leaves the locked data inconsistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -161,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_part_is_done_once_by_callers_side_by_side_and_within_one_another() {
+    fn concurrent_and_nested_callers_run_each_part_once() {
         let sum = |n: u64| {
             let done: Vec<AtomicU32> = (0..n).map(|_| AtomicU32::new(0)).collect();
             in_parts(done.iter(), true, |part| {
@@ -176,7 +177,7 @@ mod tests {
         });
         in_parts(0..20, true, |_| sum(100));
         rayon::join(|| sum(1000), || sum(1000));
-        // Helpers go to sleep in the end, and wake again.
+        // Helpers fall asleep and wake again.
         thread::sleep(10 * AWAKE);
         sum(10);
     }

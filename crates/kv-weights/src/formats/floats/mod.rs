@@ -1,4 +1,4 @@
-//! Numbers of 16 bits without scales, two to a word: f16, and bf16, the upper half of an f32.
+//! 16-bit floats without scales, two to a word: f16, and bf16, the upper half of an f32.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

@@ -26,7 +26,7 @@ impl Wide for F16 {
     }
 
     fn widen(bits: &[u16], out: &mut [f32]) {
-        // Uses the processor's own instruction, where it has one.
+        // Uses the conversion instruction of the processor, if there is one.
         bytemuck::cast_slice::<u16, f16>(bits).convert_to_f32_slice(out);
     }
 }

@@ -13,7 +13,8 @@ pub(crate) struct Int4<const GROUP: usize>;
 #[derive(Debug)]
 pub(crate) struct Int8<const GROUP: usize>;
 
-/// Reads the scale, and the minimum that the code of 0 makes: exact, as a scale has 11 bits and a code 8.
+/// Reads the scale and computes the minimum from the zero code. Exact, since a scale has 11 bits
+/// and a code 8.
 #[cube]
 fn parameters(words: &[u32], at: usize, span: &mut Span) {
     let both = word(words, at);

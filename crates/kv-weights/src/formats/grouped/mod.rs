@@ -1,5 +1,8 @@
-//! A word with the scale (f16) and the code of 0 (16 bits), then codes of 4 or 8 bits. Codes of 4 bits lie 32 at a time,
-//! those of the first half in the lower halves of 16 bytes.
+//! Groups of codes of 4 or 8 bits with a scale and a zero code.
+//!
+//! A group is a word with the scale (f16) and the zero code (16 bits), then the codes. Codes of 4
+//! bits are packed 32 at a time: the first half in the lower halves of 16 bytes, the second half in
+//! the upper halves.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
@@ -9,20 +12,20 @@ mod vnni;
 
 use super::Spec;
 
-/// Numbers that share a scale.
+/// Number of weights that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GroupSize {
-    /// 32 numbers.
+    /// 32 weights.
     G32,
-    /// 64 numbers.
+    /// 64 weights.
     G64,
-    /// 128 numbers.
+    /// 128 weights.
     G128,
 }
 
 impl GroupSize {
-    /// How many numbers.
+    /// Returns the number of weights.
     pub const fn numbers(self) -> usize {
         match self {
             Self::G32 => 32,
@@ -32,7 +35,7 @@ impl GroupSize {
     }
 }
 
-/// Bytes of scale and code of 0.
+/// Bytes of the scale and the zero code.
 pub(crate) const HEADER: usize = 4;
 
 const fn spec(bits: usize, numbers: usize) -> Spec {

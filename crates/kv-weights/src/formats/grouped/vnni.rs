@@ -31,31 +31,31 @@ impl<const SIZE: usize> Groups for Int8<SIZE> {
     }
 }
 
-/// Four times 32 numbers in blocks of `size`.
+/// Four times 32 numbers, in blocks of `size` numbers.
 #[derive(Clone, Copy)]
 struct Parts {
     row: *const u8,
     group: usize,
     size: usize,
-    /// Bytes of a block.
+    /// Bytes in a block.
     bytes: usize,
 }
 
 impl Parts {
-    /// The block that has part `i`.
+    /// Returns the block of part `i`.
     #[inline(always)]
     fn block(&self, i: usize) -> *const u8 {
         self.row.wrapping_add((self.group * GROUP + 32 * i) / self.size * self.bytes)
     }
 
-    /// The codes of part `i`, each part of so many bytes.
+    /// Returns the codes of part `i`, where each part has `bytes` bytes.
     #[inline(always)]
     fn at(&self, i: usize, bytes: usize) -> *const u8 {
         self.block(i).wrapping_add(HEADER + (32 * i) % self.size / 32 * bytes)
     }
 
     /// # Safety
-    /// The blocks are there.
+    /// The blocks of the group are readable.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn group(&self, codes: [__m512i; 2]) -> Group<1> {

@@ -1,5 +1,7 @@
-//! An exponent, 16 bytes of codes. The numbers are doubled to be integers, and the scale is half of what the exponent
-//! stands for: `2^(exponent - 128)`.
+//! Blocks of 32 codes of 4 bits (E2M1) with a power of two: MXFP4.
+//!
+//! A block is an exponent and 16 bytes of codes. Numbers are doubled to make them integers, so the
+//! scale is half of what the exponent means: `2^(exponent - 128)`.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

@@ -32,5 +32,5 @@ impl Blocks for Mxfp4 {
     }
 }
 
-/// Twice the number of a code, and 12 more.
+/// Twice the number of each code, plus 12.
 pub(super) const DOUBLED: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];

@@ -14,7 +14,8 @@ impl Groups for Mxfp4 {
     unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         // SAFETY: the blocks are there, as the caller says.
         let blocks = unsafe { row.add(4 * BYTES * group) };
-        // SAFETY: the blocks are there, as the caller says, and the word with an exponent ends within its block.
+        // SAFETY: the caller has checked the blocks, and a word from the exponent on ends within
+        // its block.
         let (codes, words) =
             unsafe { (four(blocks.add(1), BYTES), words_at(|i| blocks.wrapping_add(i * BYTES))) };
         // SAFETY: the array has 16 bytes.

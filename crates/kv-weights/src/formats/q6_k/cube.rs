@@ -40,7 +40,7 @@ impl BlocksInKernels for Q6K {
     }
 }
 
-/// The low 8 bits as a signed number.
+/// Returns the low 8 bits as a signed number.
 #[cube]
 fn signed_byte(bits: u32) -> f32 {
     f32::cast_from((bits & 0xffu32) ^ 0x80u32) - 128.0f32

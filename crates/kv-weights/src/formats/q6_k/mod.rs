@@ -1,4 +1,7 @@
-//! 128 bytes of the codes' lower four bits, 64 of their upper two, 16 signed scales, a scale of scales (f16).
+//! Blocks of 256 codes of 6 bits in groups of 16: Q6_K.
+//!
+//! A block is 128 bytes of the codes' lower four bits, 64 bytes of their upper two bits, 16 signed
+//! scales and the scale of the scales (f16).
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

@@ -11,7 +11,7 @@ impl Groups for Q6K {
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn group(row: *const u8, group: usize) -> Group<1> {
         let half = group % 2;
-        // SAFETY: the block is there, as the caller says.
+        // SAFETY: the caller has checked the block.
         let (codes, scales) = unsafe {
             let block = row.add(group / 2 * Q6K::BYTES);
             (codes(block, half), scales(block))
@@ -23,7 +23,7 @@ impl Groups for Q6K {
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn pair(row: *const u8, pair: usize) -> Group<2> {
-        // SAFETY: the block is there, as the caller says.
+        // SAFETY: the caller has checked the block.
         let (codes, scales) = unsafe {
             let block = row.add(pair * Q6K::BYTES);
             ([codes(block, 0), codes(block, 1)], scales(block))
@@ -32,10 +32,10 @@ impl Groups for Q6K {
     }
 }
 
-/// The codes of a half.
+/// Returns the codes of one half of a block.
 ///
 /// # Safety
-/// The block is there.
+/// `block` points to a whole block.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
@@ -46,7 +46,7 @@ unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
     };
     let [lower, upper] = nibbles(low);
     let mask = _mm512_set1_epi8(0x30);
-    // Shifts of the first 32 bytes and of the second.
+    // Different shifts for the first and second 32 bytes.
     let by = |first: i16, second: i16| {
         _mm512_inserti64x4::<1>(_mm512_set1_epi16(first), _mm256_set1_epi16(second))
     };
@@ -59,10 +59,10 @@ unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
     ]
 }
 
-/// The scales of the first halves of the eight times 32 numbers, and of the second.
+/// Returns the scales of the first halves of the eight times 32 numbers, and those of the second.
 ///
 /// # Safety
-/// The block is there.
+/// `block` points to a whole block.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn scales(block: *const u8) -> [__m256; 2] {

@@ -9,7 +9,7 @@ use super::{
 #[derive(Debug)]
 pub(crate) struct Scaled<const BITS: usize>;
 
-/// The word that begins in the upper half of `low`.
+/// Returns the word that begins in the upper half of `low`.
 #[cube]
 fn straddling(low: u32, high: u32) -> u32 {
     (low >> 16u32) | (high << 16u32)
@@ -31,7 +31,7 @@ impl<const BITS: usize> BlocksInKernels for Scaled<BITS> {
         if comptime!(BITS == 8) {
             #[unroll]
             for i in 0..8usize {
-                // Signed bytes, 128 above.
+                // Signed bytes become unsigned codes, with a zero code of 128.
                 span.codes[i] = straddling(block[i], block[i + 1]) ^ 0x8080_8080u32;
             }
         } else if comptime!(BITS == 5) {

@@ -19,7 +19,7 @@ impl<const BITS: usize> Groups for Scaled<BITS> {
             let from = blocks.add(const { codes_at(BITS) });
             let first = four(from, Self::BYTES);
             let codes = if BITS == 8 {
-                // Signed bytes less -128.
+                // Signed bytes become unsigned codes, with a zero code of 128.
                 let sign = _mm512_set1_epi8(i8::MIN);
                 [first, four(from.add(16), Self::BYTES)].map(|half| _mm512_xor_si512(half, sign))
             } else if BITS == 5 {

@@ -2,31 +2,31 @@ use cubecl::{features::Plane, ir::DeviceProperties};
 
 use crate::{Gate, PackedLayout, WeightFormat, formats::cube::SPAN, fused::FEW};
 
-/// `n` rows of activations by the rows of matrices of one format and width.
+/// `n` rows of activations times the rows of matrices of one format and width.
 #[derive(Clone, Debug)]
 pub(crate) struct ProductProblem {
     /// Rows of activations.
     pub(crate) n: usize,
-    /// One to three matrices whose rows follow one another; with a gate, one or two of equal size.
+    /// One to three stacked matrices. With a gate, one or two of equal size.
     pub(crate) parts: Vec<PackedLayout>,
-    /// What the first half of the rows goes through before it is multiplied with the second.
+    /// Applied to the first half of the rows before it is multiplied with the second.
     pub(crate) gate: Option<Gate>,
-    /// Whether activations are normed.
+    /// True if activations are normalized.
     pub(crate) norm: bool,
-    /// What is added to the mean of squares of the norm.
+    /// Added to the mean of squares in the norm.
     pub(crate) epsilon: f32,
-    /// Whether the gains of the norm are stored less 1.
+    /// True if 1 is added to the gains of the norm.
     pub(crate) plus_one: bool,
 }
 
 impl ProductProblem {
-    /// Products of `n` rows with one matrix, and nothing else.
+    /// Creates the problem of a product with one matrix and nothing fused.
     pub(crate) fn plain(n: usize, layout: PackedLayout) -> Self {
         let parts = vec![layout];
         Self { n, parts, gate: None, norm: false, epsilon: 0.0, plus_one: false }
     }
 
-    /// Outputs that each part makes.
+    /// Returns the number of outputs of each part.
     pub(super) fn part_outputs(&self) -> Vec<usize> {
         match (self.gate, &self.parts[..]) {
             (None, parts) => parts.iter().map(PackedLayout::rows).collect(),
@@ -35,97 +35,99 @@ impl ProductProblem {
         }
     }
 
-    /// Numbers that a row of activations makes.
+    /// Returns the number of outputs per row of activations.
     pub(crate) fn outputs(&self) -> usize {
         self.part_outputs().iter().sum()
     }
 }
 
-/// What changes the generated code.
+/// Parameters that change the generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ProductBlueprint {
     /// Units per cube.
     pub(crate) units: usize,
-    /// Units that share a row: a power of two that divides the units.
+    /// Units that share a row, called a team: a power of two that divides `units`.
     pub(crate) lanes: usize,
-    /// Units per plane if they can exchange values, else 1. A team is within a plane then.
+    /// Units per plane if they can exchange values, otherwise 1. A team is then within a plane.
     pub(crate) plane: usize,
-    /// Outputs of a unit.
+    /// Outputs per unit.
     pub(crate) unit_rows: usize,
-    /// Rows of activations of a cube: a power of two.
+    /// Rows of activations per cube, a power of two.
     pub(crate) x_rows: usize,
-    /// Matrices.
+    /// Number of matrices.
     pub(crate) parts: usize,
-    /// What the first half of the rows goes through.
+    /// Applied to the first half of the rows.
     pub(crate) gate: Option<Gate>,
-    /// Whether activations are normed.
+    /// True if activations are normalized.
     pub(crate) norm: bool,
-    /// Whether the gains of the norm are stored less 1.
+    /// True if 1 is added to the gains of the norm.
     pub(crate) plus_one: bool,
 }
 
 impl ProductBlueprint {
-    /// Rows of weights of an output.
+    /// Returns the number of rows of weights per output.
     pub(super) const fn width(&self) -> usize {
         if self.gate.is_some() { 2 } else { 1 }
     }
 
-    /// Products of a unit: for every output its rows of weights, and for each of these the rows of activations.
+    /// Returns the number of products per unit: one for each output, row of weights of the output
+    /// and row of activations.
     pub(super) const fn products(&self) -> usize {
         self.unit_rows * self.width() * self.x_rows
     }
 
-    /// Sums of a unit: products, and with a norm the squares of the rows of activations.
+    /// Returns the number of sums per unit: the products and, with a norm, the squares of the rows
+    /// of activations.
     pub(super) const fn sums(&self) -> usize {
         self.products() + if self.norm { self.x_rows } else { 0 }
     }
 
-    /// Entries of the shared array that sums are added up in.
+    /// Returns the length of the shared array used for sums over a team.
     pub(super) const fn scratch_len(&self) -> usize {
         if self.plane > 1 || self.lanes == 1 { 1 } else { self.units * self.sums() }
     }
 
-    /// Teams of a cube.
+    /// Returns the number of teams in a cube.
     pub(super) const fn teams(&self) -> usize {
         self.units / self.lanes
     }
 
-    /// Outputs of a cube, for a row of activations.
+    /// Returns the number of outputs of a cube per row of activations.
     pub(super) const fn cube_rows(&self) -> usize {
         self.teams() * self.unit_rows
     }
 }
 
-/// The properties of a device that a plan depends on.
+/// Properties of a device that a plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hardware {
-    /// Units per plane if they can exchange values, else 1.
+    /// Units per plane if they can exchange values, otherwise 1.
     pub(crate) plane: usize,
-    /// Whether a plane is a vector of a processor's, such as Mesa's llvmpipe has. There a load of one address for all
-    /// units costs what one of them does where they differ.
+    /// True if a plane is a vector of a CPU, as in Mesa's llvmpipe. There, one load serves all
+    /// units that read the same address, while different addresses take a load each.
     pub(crate) vector: bool,
 }
 
-/// Most rows of activations that tiles are the faster way for on a GPU.
+/// The most rows of activations for which tiles are the fastest way on a GPU.
 const MOST_TILED: usize = 256;
 
 impl Hardware {
     pub(crate) fn of(properties: &DeviceProperties) -> Self {
         let hardware = &properties.hardware;
         let sizes = (hardware.plane_size_min, hardware.plane_size_max);
-        // A plan needs to know the size of a plane; some devices choose it for each kernel.
+        // A plan needs to know the plane size, which some devices choose per kernel.
         let known = sizes.0 == sizes.1 && properties.features.plane.contains(Plane::Ops);
-        // No GPU has planes of fewer units than 16 only.
+        // Every GPU supports planes of at least 16 units.
         Self { plane: if known { sizes.0 as usize } else { 1 }, vector: sizes.1 < 16 }
     }
 
-    /// The fastest way for `n` rows of activations.
+    /// Returns the fastest way for `n` rows of activations.
     ///
-    /// Measured on llvmpipe of two threads: blocks are multiplied fastest by the product of few rows up to 512 (Q4_0
-    /// `[1536, 576]` by 64: 20 ms, by tiles 27, restored 36; by 512: 150, 204, 170), f16, whose numbers take longer to
-    /// widen than to multiply, by tiles (by 64: 56, 24, 27 ms; by 512: 411, 241, 232). For GPUs it is an estimate: the
-    /// product of few rows reads a matrix once for each eight rows, tiles once for 64, and what Burn's product gains by
-    /// its tuning pays for restoring only with more.
+    /// Measured on llvmpipe with two threads, in ms. Q4_0 `[1536, 576]` by 64 rows: few rows 20,
+    /// tiles 27, restored 36; by 512 rows: 150, 204, 170. f16, which is slower to widen than to
+    /// multiply, by 64 rows: 56, 24, 27; by 512 rows: 411, 241, 232. For GPUs, the thresholds are
+    /// estimates: the product of few rows reads a matrix once per eight rows, tiles read it once
+    /// per 64, and only with more rows does Burn's tuned matmul make up for restoring.
     pub(crate) const fn way(&self, n: usize, format: WeightFormat) -> Way {
         if n <= FEW || self.vector && !format.is_float() {
             Way::Few
@@ -137,22 +139,24 @@ impl Hardware {
     }
 }
 
-/// How a product is computed.
+/// The way a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// By [this module](super)'s kernel.
+    /// The kernel of [this module](super).
     Few,
-    /// By [tiles](crate::kernels::tiled).
+    /// [Tiles](crate::kernels::tiled) in shared memory.
     Tiles,
-    /// By Burn's product with parts of the matrix that are restored before.
+    /// Burn's matmul with restored parts of the matrix.
     Restored,
 }
 
 /// Plans a launch.
 ///
-/// Neighbors in a plane of a GPU share rows, so that they read neighboring blocks. Those of a vector have rows each, and
-/// read the same activations; more sums for each load of these are worth spilled registers there. Measured on llvmpipe
-/// of two threads, Q4_1 `[3072, 576]` by one row: 1.3 ms with rows shared by eight units, 0.6 with none shared.
+/// In a plane of a GPU, neighboring units share rows, so that they read neighboring blocks. In a
+/// vector of a CPU, each unit has its own rows, and all read the same activations. There, more sums
+/// per load of activations pay off even if registers are spilled. Measured on llvmpipe with two
+/// threads, Q4_1 `[3072, 576]` by one row: 1.3 ms with rows shared by eight units, 0.6 ms without
+/// sharing.
 pub(super) fn prepare(problem: &ProductProblem, hardware: Hardware) -> ProductBlueprint {
     let spans = problem.parts[0].columns() / SPAN;
     let (most_lanes, most_x_rows, most_rows, most_sums) = match hardware {
@@ -160,7 +164,7 @@ pub(super) fn prepare(problem: &ProductProblem, hardware: Hardware) -> ProductBl
         Hardware { plane: 1, .. } => (16, 8, 2, 8),
         Hardware { plane, .. } => (plane, 8, 2, 8),
     };
-    // As many lanes as a row gives work to.
+    // The largest power of two for which each lane has a span.
     let mut lanes = 1;
     while 2 * lanes <= most_lanes && 2 * lanes <= spans {
         lanes *= 2;
@@ -184,9 +188,10 @@ pub(super) fn prepare(problem: &ProductProblem, hardware: Hardware) -> ProductBl
 mod tests {
     use super::*;
 
-    /// Every plan, on every kind of device, is within WebGPU's limits, and its parts divide.
+    /// Checks every plan on every kind of device against WebGPU's limits, and that its parts
+    /// divide.
     #[test]
-    fn plans_fit() {
+    fn plans_are_within_limits() {
         for (plane, vector) in
             [(1, true), (8, true), (1, false), (16, false), (32, false), (64, false)]
         {

@@ -2,35 +2,35 @@ use cubecl::{client::Client, prelude::*};
 
 use super::{
     base::{Hardware, ProductProblem, prepare},
-    kernel::{self, ProductArgsLaunch},
+    kernel::{self, ExtrasLaunch, OtherPartsLaunch, ProductArgsLaunch},
 };
 use crate::{
     ExpertSelection, PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::{Grid, tell},
+    kernels::{Grid, report_read},
 };
 
-/// The buffers of a launch, all contiguous.
-#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
+/// Buffers of a launch, all contiguous.
+#[allow(missing_debug_implementations, reason = "buffer arguments do not implement it")]
 pub(crate) struct ProductBindings {
-    /// f32 `[n, columns]`.
+    /// Activations, f32 `[n, columns]`.
     pub(crate) x: BufferArg,
     /// The blocks of each part.
     pub(crate) words: Vec<BufferArg>,
     /// Gains of the norm, f32 `[columns]`.
     pub(crate) norm: Option<BufferArg>,
-    /// f32, one for each row of weights.
+    /// Bias, f32, one number per row of weights.
     pub(crate) bias: Option<BufferArg>,
-    /// What is added to the output, of its shape.
+    /// Added to the output, of the same shape.
     pub(crate) residual: Option<BufferArg>,
-    /// f32 `[n, outputs]`.
+    /// Output, f32 `[n, outputs]`.
     pub(crate) out: BufferArg,
 }
 
-/// The product of `problem`.
+/// Launches the product of `problem`.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
+/// [`Error::Unsupported`](crate::Error::Unsupported) as listed in [the module](super).
 pub(crate) fn launch<F: BlocksInKernels>(
     client: &Client,
     bindings: ProductBindings,
@@ -66,11 +66,14 @@ pub(crate) fn launch<F: BlocksInKernels>(
             0
         };
     let blocks: usize = problem.parts.iter().map(|part| part.bytes()).sum();
-    tell("product", chunks * (blocks + size_of::<f32>() * floats));
+    report_read("product", chunks * (blocks + size_of::<f32>() * floats));
     let mut words = bindings.words.into_iter();
     let Some(first) = words.next() else { return Ok(()) };
-    // SAFETY: every index is below the length of its buffer, which the layouts give: rows and spans are below theirs,
-    // and no word is read beyond the one that has the last byte of a block.
+    let others = OtherPartsLaunch::new(words.next().into(), words.next().into());
+    let extras =
+        ExtrasLaunch::new(bindings.norm.into(), bindings.bias.into(), bindings.residual.into());
+    // SAFETY: the layouts give the lengths of all buffers. Rows and spans are within the layouts,
+    // and the last word read is the one that holds the last byte of a block.
     unsafe {
         kernel::product::launch_unchecked::<F>(
             client,
@@ -79,11 +82,8 @@ pub(crate) fn launch<F: BlocksInKernels>(
             grid.address,
             bindings.x,
             first,
-            words.next().into(),
-            words.next().into(),
-            bindings.norm.into(),
-            bindings.bias.into(),
-            bindings.residual.into(),
+            others,
+            extras,
             bindings.out,
             args,
             blueprint,
@@ -92,11 +92,13 @@ pub(crate) fn launch<F: BlocksInKernels>(
     Ok(())
 }
 
-/// Products with the rows of the expert of each of `n` picks: `x`, the blocks of all experts, the picks, i32 `[n]`, and
-/// the output, f32 `[n, rows]`; `bytes` are those of all experts.
+/// Launches the product with the picked expert for each of `n` picks.
+///
+/// The buffers are `x`, the blocks of all experts, the picks, i32 `[n]`, and the output, f32
+/// `[n, rows]`. `bytes` is the size of all experts.
 ///
 /// # Errors
-/// As [`launch`].
+/// The same as for [`launch`].
 pub(crate) fn launch_picked<F: BlocksInKernels>(
     client: &Client,
     [x, words, picked, out]: [BufferArg; 4],
@@ -105,7 +107,7 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     [n, bytes]: [usize; 2],
     hardware: Hardware,
 ) -> Result<()> {
-    // A cube has one pick, as the next may be of another expert.
+    // A cube handles one pick, since the next may have another expert.
     let problem = ProductProblem::plain(1, layout);
     let blueprint = prepare(&problem, hardware);
     let cubes = layout.rows().div_ceil(blueprint.cube_rows());
@@ -115,9 +117,9 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     let (spans, row_bytes) = (layout.columns() / SPAN, layout.row_bytes());
     let rows = layout.rows();
     let args = ProductArgsLaunch::new(n, spans, row_bytes, rows, rows, 0, cubes, cubes, 0, 0.0);
-    tell("picked_product", n * layout.bytes());
-    // SAFETY: every index is below the length of its buffer: picks are numbers of experts, and rows and spans are below
-    // theirs, and no word is read beyond the one that has the last byte of a block.
+    report_read("picked_product", n * layout.bytes());
+    // SAFETY: picks are numbers of experts. Rows and spans are within the layouts, and the last
+    // word read is the one that holds the last byte of a block.
     unsafe {
         kernel::picked_product::launch_unchecked::<F>(
             client,

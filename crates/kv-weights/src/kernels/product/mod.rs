@@ -1,14 +1,15 @@
-//! Products of a few rows of activations with packed rows, and what comes before and after them, in one launch.
+//! Products of few rows of activations with packed rows, and operations around them, in one launch.
 //!
-//! A team of units shares the spans of a row of weights, adds up its sums, and writes them. Every unit has some rows,
-//! so that activations are read once for all of these. Weights are unpacked in registers.
+//! A team of units shares the spans of a row of weights, adds up its sums and writes the results.
+//! Every unit has several rows, so that each activation is loaded once for all of them. Weights are
+//! unpacked in registers.
 //!
-//! **Supported**: all formats; any number of rows of activations, up to eight of which a cube takes at a time; up to
-//! three matrices of one format whose rows follow one another; the root mean square norm of the activations before,
-//! and a bias, a gate and an addition after; and products with the expert that is picked for each row.
+//! **Supported**: all formats; any number of rows of activations, of which a cube takes up to eight
+//! at a time; up to three stacked matrices of one format; a root mean square norm before the
+//! product; a bias, a gate and a residual after it; and products with a picked expert for each row.
 //!
-//! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): sizes for which the device has too few cubes or
-//! too narrow indices.
+//! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): sizes for which the device has
+//! too few cubes or too narrow indices.
 
 mod base;
 mod kernel;

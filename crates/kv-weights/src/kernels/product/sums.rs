@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::base::ProductBlueprint;
 
-/// Replaces each of the unit's `values` by its sum over the unit's team. To be called by all units of a cube.
+/// Replaces each of the unit's `values` by its sum over the team. All units of a cube must call it.
 #[cube]
 pub(super) fn team_sum(
     values: &mut Array<f32>,
@@ -47,7 +47,7 @@ pub(super) fn team_sum(
     }
 }
 
-/// An array of zeros.
+/// Returns an array of zeros.
 #[cube]
 pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     let mut array = Array::<f32>::new(len);

@@ -2,7 +2,7 @@ use cubecl::prelude::*;
 
 use super::{
     base::{Hardware, ProductBlueprint, ProductProblem, prepare},
-    kernel::product::Product,
+    kernel::{ExtrasCompilationArg, OtherPartsCompilationArg, product::Product},
 };
 use crate::{
     Gate, GroupSize, PackedLayout, WeightFormat,
@@ -10,7 +10,7 @@ use crate::{
     kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
 };
 
-/// What a launch has beside activations, one matrix and an output.
+/// Optional parts of a launch.
 #[derive(Clone, Copy, Debug, Default)]
 struct Extras {
     parts: usize,
@@ -19,7 +19,7 @@ struct Extras {
     residual: bool,
 }
 
-/// A buffer, if it is there.
+/// Returns a buffer if `there`.
 fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
     there: bool,
 ) -> ComptimeOptionCompilationArg<T> {
@@ -36,20 +36,24 @@ fn kernel<F: BlocksInKernels>(bp: ProductBlueprint, extras: Extras) -> impl Cube
         Default::default(),
         buffer(),
         buffer(),
-        optional(extras.parts > 1),
-        optional(extras.parts > 2),
-        optional(extras.norm),
-        optional(false),
-        optional(extras.residual),
+        OtherPartsCompilationArg {
+            second: optional(extras.parts > 1),
+            third: optional(extras.parts > 2),
+        },
+        ExtrasCompilationArg {
+            norm: optional(extras.norm),
+            bias: optional(false),
+            residual: optional(extras.residual),
+        },
         buffer(),
-        // Scalars have no compilation arguments: the struct of them is of size zero.
+        // Scalars have no compilation arguments: their struct has size zero.
         ().dynamic_cast(),
         bp,
     )
 }
 
-/// The launches of a decode step, of a few sequences and of one: what a compiler keeps in registers only if every array
-/// is indexed by constants.
+/// Checks the launches of a decode step, for one sequence and several. Arrays can stay in registers
+/// only if every index is a constant.
 #[test]
 fn codes_and_sums_can_live_in_registers() {
     let one = Extras { parts: 1, ..Extras::default() };
@@ -60,7 +64,10 @@ fn codes_and_sums_can_live_in_registers() {
         ("gate-up", 1, Extras { parts: 2, norm: true, gate: Some(Gate::Silu), ..one }),
         ("down", 1, Extras { residual: true, ..one }),
     ];
-    let groups = |format| !matches!(format, WeightFormat::Int4(g) | WeightFormat::Int8(g) if g != GroupSize::G64);
+    let groups = |format| match format {
+        WeightFormat::Int4(group) | WeightFormat::Int8(group) => group == GroupSize::G64,
+        _ => true,
+    };
     for &format in WeightFormat::ALL.iter().filter(|format| groups(**format)) {
         for (name, n, extras) in launches {
             let part = PackedLayout::new(format, [1536, 2048]).unwrap();

@@ -2,33 +2,34 @@ use cubecl::prelude::*;
 
 use crate::formats::cube::{BlocksInKernels, SPAN, new_span, number, unpack_row};
 
-/// Units of a cube, in a square of 8 by 8, and rows of weights of its tile: each unit unpacks one.
+/// Units in a cube, a square of 8 by 8. Each unpacks one row of weights, so this is also the number
+/// of rows in a tile.
 pub(super) const UNITS: usize = 64;
-/// Units along a side of the square: rows of a unit are as far apart.
+/// Units along a side of the square, and the distance between the rows of a unit.
 const SIDE: usize = 8;
-/// Rows of weights of a unit.
+/// Rows of weights per unit.
 const W_ROWS: usize = UNITS / SIDE;
 /// Vectors of four columns in a row of a tile.
 const FOURS: usize = SPAN / 4;
 
-/// Run-time numbers of a launch.
+/// Run-time arguments of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct TiledArgs {
     /// Rows of activations.
     pub(super) n: usize,
     /// Rows of weights.
     pub(super) rows: usize,
-    /// Tiles of these.
+    /// Tiles of rows of weights.
     pub(super) tiles: usize,
-    /// Spans of a row.
+    /// Spans per row.
     pub(super) spans: usize,
     pub(super) row_bytes: usize,
 }
 
-/// One cube for `8 * x_rows` rows of activations by 64 rows of weights.
+/// Multiplies `8 * x_rows` rows of activations by 64 rows of weights in each cube.
 ///
-/// Where column `four` of a row lies in a tile: the columns of a row are permuted by the last three bits of its number,
-/// so that neither the eight rows that units read together nor those that they write are in the same banks.
+/// In a tile, the columns of each row are permuted by the last three bits of its row number. That
+/// puts the eight rows that units read or write together into different banks.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn tiled<F: BlocksInKernels>(
     x: &[Vector<f32, Const<4>>],
@@ -50,7 +51,7 @@ pub(super) fn tiled<F: BlocksInKernels>(
     for i in 0..comptime!(W_ROWS * x_rows) {
         sums[i] = f32::new(0.0);
     }
-    // Rows past the last are read as the last one, and not written.
+    // Rows past the end are read as the last row and not written.
     let row = clamp_max(first_w + unit, args.rows - 1);
     let mut index = 0usize.runtime();
     while index < args.spans {

@@ -4,18 +4,19 @@ use super::kernel::{self, TiledArgsLaunch, UNITS};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::{Grid, tell},
+    kernels::{Grid, report_read},
 };
 
-/// Rows of activations of a unit, an eighth of those of a tile: eight, or four where that leaves fewer without work.
+/// Returns the number of rows of activations per unit, an eighth of those in a tile: eight, or four
+/// if that leaves fewer without work.
 pub(super) fn x_rows(n: usize) -> usize {
     if n.next_multiple_of(64) == n.next_multiple_of(32) { 8 } else { 4 }
 }
 
-/// `x W^T` for `n` rows of `x`, f32 `[n, columns]`, in `out`, f32 `[n, rows]`.
+/// Computes `x W^T` for `n` rows of `x`, f32 `[n, columns]`, into `out`, f32 `[n, rows]`.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported), see [the module](super).
+/// [`Error::Unsupported`](crate::Error::Unsupported) as listed in [the module](super).
 pub(crate) fn launch<F: BlocksInKernels>(
     client: &Client,
     [x, words, out]: [BufferArg; 3],
@@ -28,8 +29,9 @@ pub(crate) fn launch<F: BlocksInKernels>(
     let most = layout.bytes().max(n * columns).max(n * rows);
     let grid = Grid::new("project", cubes, UNITS, most, client.properties())?;
     let args = TiledArgsLaunch::new(n, rows, tiles, columns / SPAN, layout.row_bytes());
-    tell("tiled", n.div_ceil(8 * x_rows) * layout.bytes());
-    // SAFETY: rows and spans are below theirs, and no word is read beyond the one that has the last byte of a block.
+    report_read("tiled", n.div_ceil(8 * x_rows) * layout.bytes());
+    // SAFETY: rows and spans are within the layout, and the last word read is the one that holds
+    // the last byte of a block.
     unsafe {
         kernel::tiled::launch_unchecked::<F>(
             client,

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use kv_weights::{PackedMatrix, WeightFormat};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// A random generator that gives the same numbers for the same seed on every machine and version.
+/// A random generator with the same sequence for a seed on every machine and version.
 pub(crate) struct Rng(Xoshiro256PlusPlus);
 
 impl Rng {
@@ -13,7 +13,7 @@ impl Rng {
         Self(Xoshiro256PlusPlus::seed_from_u64(seed))
     }
 
-    /// Standard normal (Box-Muller).
+    /// Returns a standard normal number (Box-Muller).
     pub(crate) fn normal(&mut self) -> f32 {
         let (u, v): (f64, f64) = (self.0.random(), self.0.random());
         ((-2.0 * (1.0 - u).ln()).sqrt() * (core::f64::consts::TAU * v).cos()) as f32
@@ -41,7 +41,8 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// Any codes, with scales of either sign and any size a model may have, zero among them.
+    /// Creates blocks with random codes and with scales of both signs and 0, in sizes typical of
+    /// models.
     pub(crate) fn random(rng: &mut Rng, format: WeightFormat, shape: [usize; 2]) -> Self {
         let blocks = shape[0] * shape[1] / format.block_numbers();
         let mut bytes = Vec::new();
@@ -69,7 +70,7 @@ impl Blocks {
                         *number = bf16::from_f32(rng.normal() * 0.01).to_le_bytes();
                     }
                 }
-                // An exponent of 127 is 1.
+                // Exponent 127 means 1.
                 WeightFormat::Mxfp4 => block[0] = 116 + block[0] % 16,
                 WeightFormat::Int4(_) | WeightFormat::Int8(_) => {
                     put(rng, 0, 0.01);
@@ -88,13 +89,13 @@ impl Blocks {
     }
 }
 
-/// The blocks as a matrix on a device.
+/// Creates a matrix of the blocks on a device.
 pub(crate) fn device_blocks(blocks: &Blocks, device: &Device) -> PackedMatrix {
     let bytes = Bytes::from_bytes_vec(blocks.bytes.clone());
     PackedMatrix::from_bytes(bytes, blocks.format, blocks.shape, device).unwrap()
 }
 
-/// Numbers as a tensor `[1, rows, columns]`.
+/// Creates a tensor `[1, rows, columns]`.
 pub(crate) fn matrix(x: &[f32], columns: usize, device: &Device) -> Tensor<3> {
     let shape = [1, x.len() / columns, columns];
     Tensor::from_data(TensorData::new(x.to_vec(), shape), device)

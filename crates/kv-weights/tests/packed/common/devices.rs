@@ -1,4 +1,4 @@
-//! The device of each backend, or why this machine has none.
+//! The device of each backend, or the reason why it is missing.
 
 use burn::tensor::Device;
 
@@ -17,7 +17,7 @@ pub(crate) fn wgpu() -> Result<Device, String> {
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda() -> Result<Device, String> {
     use burn::tensor::{DeviceIndex, DeviceType};
-    // Opening a device panics where the driver is missing.
+    // Opening a device panics if the driver is missing.
     match Device::enumerate(DeviceType::Cuda).is_empty() {
         true => Err("no NVIDIA GPU that this process sees".to_string()),
         false => Ok(Device::cuda(DeviceIndex::Default)),

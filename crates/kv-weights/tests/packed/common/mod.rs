@@ -1,4 +1,4 @@
-//! What every case uses: devices, random blocks, comparisons.
+//! Shared by all cases: devices, random blocks, macros.
 
 mod data;
 pub(crate) mod devices;
@@ -21,7 +21,7 @@ pub(crate) fn run(device: Result<Device, String>, case: fn(&Device)) {
     }
 }
 
-/// Makes a test for every device out of each case, a function `fn case(device: &Device)`.
+/// Creates a test on every device for each case, a function `fn case(device: &Device)`.
 macro_rules! stamp {
     ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {
         flex "flex" [$crate::common::devices::flex()]
@@ -31,7 +31,7 @@ macro_rules! stamp {
     } };
 }
 
-/// As `stamp`, with gradients.
+/// Creates the same tests on devices with autodiff.
 #[cfg(feature = "autodiff")]
 macro_rules! stamp_autodiff {
     ($($case:ident),+ $(,)?) => { $crate::common::stamp_each! {

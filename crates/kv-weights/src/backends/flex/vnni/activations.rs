@@ -1,4 +1,4 @@
-//! Activations as signed bytes: one for each number, or two digits to base 256.
+//! Activations as signed bytes: one per number, or two digits to base 256.
 
 use core::arch::x86_64::*;
 
@@ -7,38 +7,41 @@ use crate::formats::{unpack::Blocks, vnni::GROUP};
 /// Numbers that share a step.
 const BLOCK: usize = 32;
 
-/// The integer that the largest of 32 activations is scaled to, by the number of digits.
+/// The integer to which the largest of 32 activations is rounded, by number of digits.
 pub(super) const LARGEST: [f32; 3] = [0.0, 127.0, 0x7f7f as f32];
 
-/// Makes the bytes of an integer its signed digits: with `x + ZERO` written to base 256, subtracting `ZERO` from it byte
-/// by byte, without borrowing, leaves signed bytes whose value is x.
+/// Offset for splitting an integer into signed digits. With `x + ZERO` written to base 256,
+/// subtracting `ZERO` byte by byte, without borrow, leaves signed bytes whose value is `x`.
 const ZERO: [i32; 3] = [0, 0, 0x8080];
 
-/// 128 activations, as `D` digits each, in the order of [`Group::codes`](crate::formats::vnni::Group::codes).
+/// 128 activations as `D` digits each, in the order of
+/// [`Group::codes`](crate::formats::vnni::Group::codes).
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Group<const D: usize> {
-    /// Of each digit, lowest first, those of the first halves of 32 and of the second halves.
+    /// For each digit, lowest first: the first halves of all blocks of 32, then the second halves.
     pub(super) digits: [[[i8; 64]; 2]; D],
     pub(super) of_blocks: OfBlocks,
 }
 
-/// What there is to say of each 32 of 128 activations. It takes a line of the cache: thousands of
-/// activations are read again for every row of weights, and must stay in the fastest cache.
+/// Properties of each 32 of 128 activations.
+///
+/// They fill one cache line: for every row of weights, thousands of activations are read again, and
+/// must stay in the L1 cache.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct OfBlocks {
-    /// What 1 stands for.
+    /// Steps.
     pub(super) steps: [f32; 4],
-    /// The activations added up.
+    /// Sums of the rounded activations.
     pub(super) sums: [f32; 4],
-    /// What is to be added to the products for a code of 0 to count as 0, of the first halves of 32
-    /// and of the second; both in the first if they have one scale.
+    /// Corrections that make a zero code count as 0, for the first and second halves. If a block
+    /// has one scale, the first entry holds both.
     pub(super) corrections: [[i32; 4]; 2],
 }
 
 impl OfBlocks {
-    /// Four numbers, the corrections of a half, in the first of four lanes each.
+    /// Returns the four corrections of a half, each in the first of four lanes.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn corrections(&self, half: usize) -> __m512i {
@@ -48,17 +51,17 @@ impl OfBlocks {
         }
     }
 
-    /// All of it.
+    /// Loads the whole cache line.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn line(&self) -> __m512i {
         const { assert!(size_of::<Self>() == 64) };
-        // SAFETY: there are 64 bytes.
+        // SAFETY: the struct has 64 bytes.
         unsafe { _mm512_load_si512(core::ptr::from_ref(self).cast()) }
     }
 }
 
-/// Four lanes from `FROM` on, each as the first of four, with zeros in the others.
+/// Spreads four lanes from `FROM` on: each becomes the first of four lanes, the others are 0.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn spread<const FROM: i32>(line: __m512i) -> __m512i {
@@ -74,7 +77,7 @@ impl<const D: usize> Group<D> {
     };
 }
 
-/// The groups of each row of `x`, the last one of a row filled up with zeros.
+/// Returns the groups of each row of `x`. The last group of a row is padded with zeros.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn groups<F: Blocks, const D: usize>(x: &[f32], columns: usize) -> Vec<Group<D>> {
     let mut groups = Vec::with_capacity(x.len() / columns * columns.div_ceil(GROUP));
@@ -90,15 +93,15 @@ pub(super) fn groups<F: Blocks, const D: usize>(x: &[f32], columns: usize) -> Ve
     groups
 }
 
-/// What 1 stands for if the largest of 32 numbers is `limit` of it, and the numbers in it, rounded. If a number is not
-/// finite, that is NaN, and they are 0.
+/// Returns the step at which the largest of 32 numbers is `limit` steps, and the numbers rounded to
+/// steps. If a number is not finite, the step is NaN and the numbers are 0.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     // SAFETY: the array has two vectors.
     let x = [0, 16].map(|at| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) });
     let magnitudes = _mm512_max_ps(_mm512_abs_ps(x[0]), _mm512_abs_ps(x[1]));
-    // Infinite numbers and those that are none make x - x something else than 0.
+    // `x - x` is 0 unless `x` is infinite or NaN.
     let rests = x.map(|x| _mm512_sub_ps(x, x));
     let zero = _mm512_setzero_ps();
     let finite = rests.map(|rest| _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(rest, zero)) == [u16::MAX; 2];
@@ -111,7 +114,7 @@ pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     }
 }
 
-/// Writes 32 numbers, and what there is to say of them.
+/// Writes block `i` of a group.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
@@ -135,7 +138,8 @@ fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOC
     }
 }
 
-/// What is to be added to products with 32 numbers for a code of 0 to count as 0, if these are the sums of the halves.
+/// Returns the corrections to products with 32 numbers that make a zero code count as 0, from the
+/// sums of both halves.
 pub(super) fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
     let zero = -i32::from(F::ZERO);
     match F::SPAN {
@@ -144,7 +148,7 @@ pub(super) fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
     }
 }
 
-/// The signed digits of 16 integers, lowest first.
+/// Returns the signed digits of 16 integers, lowest first.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn digits<const D: usize>(units: __m512i) -> [__m128i; D] {

@@ -1,4 +1,4 @@
-//! Exact activations: weights become floats in registers, and products are those of floats.
+//! Activations that are not rounded: weights become floats in registers.
 
 use core::arch::x86_64::*;
 
@@ -7,7 +7,7 @@ use crate::formats::vnni::{self, GROUP, Groups};
 
 /// Lanes of a vector.
 const LANES: usize = 16;
-/// Numbers that share a scale and a minimum, or two scales.
+/// Numbers that share a minimum and one or two scales.
 const BLOCK: usize = 32;
 
 /// 128 activations.
@@ -15,7 +15,7 @@ const BLOCK: usize = 32;
 #[repr(C, align(64))]
 pub(super) struct Floats([[f32; LANES]; GROUP / LANES]);
 
-/// The groups of each row of `x`, the last one of a row filled up with zeros.
+/// Returns the groups of each row of `x`. The last group of a row is padded with zeros.
 pub(super) fn groups(x: &[f32], columns: usize) -> Vec<Floats> {
     let groups = x.chunks_exact(columns).flat_map(|x| x.chunks(GROUP));
     let filled = groups.map(|x| {
@@ -29,9 +29,9 @@ pub(super) fn groups(x: &[f32], columns: usize) -> Vec<Floats> {
 impl Multiplied for Floats {
     const WORK: usize = 3;
 
-    /// A weight is rounded as when it is restored, before it is multiplied: a minimum times the sum
-    /// of activations, apart from their products with codes, would be off by a part of these, also
-    /// where they cancel each other.
+    /// Weights are restored, with rounding, before they are multiplied. The alternative, to
+    /// multiply the sum of activations by the minimum, has an error relative to both parts, which
+    /// is large where they cancel.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn add<F: Groups, const C: usize>(
@@ -41,7 +41,7 @@ impl Multiplied for Floats {
     ) {
         let scales = weights.scales.map(|scales| eight(scales));
         let mins = eight(weights.mins);
-        // Two chains of sums, neither of which waits for the other.
+        // Two independent chains of additions hide their latency.
         let mut sums = [sum.products, _mm512_setzero_ps()];
         for (i, x) in x.into_iter().enumerate() {
             let codes = weights.codes[i].map(|codes| quarters(codes_less_zero::<F>(codes)));
@@ -65,7 +65,7 @@ impl Multiplied for Floats {
     }
 }
 
-/// The lanes of a vector.
+/// Returns the lanes of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn eight(vector: __m256) -> [f32; 8] {
@@ -75,7 +75,7 @@ fn eight(vector: __m256) -> [f32; 8] {
     lanes
 }
 
-/// The quarters of a vector.
+/// Returns the quarters of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn quarters(vector: __m512i) -> [__m128i; 4] {
@@ -87,7 +87,7 @@ fn quarters(vector: __m512i) -> [__m128i; 4] {
     ]
 }
 
-/// Codes less that of 0, which are signed bytes if that is not 0.
+/// Returns codes minus the zero code: signed bytes if that is not 0.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn codes_less_zero<F: Groups>(codes: __m512i) -> __m512i {
@@ -97,7 +97,7 @@ fn codes_less_zero<F: Groups>(codes: __m512i) -> __m512i {
     }
 }
 
-/// Bytes of [`codes_less_zero`] as floats.
+/// Converts bytes of [`codes_less_zero`] to floats.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn integers<F: Groups>(bytes: __m128i) -> __m512 {

@@ -1,12 +1,12 @@
-//! Products of bytes, for processors that multiply them: AVX-512 with VNNI.
+//! Byte products, for processors with AVX-512 and VNNI.
 //!
-//! The instruction `vpdpbusd` multiplies, in each of 16 lanes, four bytes (here: codes) with four signed bytes
-//! (activations) and adds the products to a 32-bit sum, so that a step of [`Activations::Int8`] is exact in integers
-//! until it is multiplied with the two scales of its 32 numbers.
+//! The instruction `vpdpbusd` multiplies, in each of 16 lanes, four bytes (codes) with four signed
+//! bytes (activations) and adds the products to a 32-bit sum. So products of [`Activations::Int8`]
+//! are exact within a block of 32, until they are multiplied with scale and step.
 //!
-//! Integers of 16 bits are multiplied the same way, as two signed digits to base 256. Exact
-//! activations are multiplied as floats: as integers with one step for 32 of them, those beside an
-//! outlier would be lost.
+//! 16-bit integers are multiplied as two signed digits to base 256. Exact activations are
+//! multiplied as floats: rounded to a common step, small activations beside an outlier would be
+//! lost.
 
 mod activations;
 mod exact;
@@ -14,20 +14,26 @@ mod panels;
 
 use core::{arch::x86_64::*, ops::Range};
 
-use super::{AHEAD, LINE, PARALLEL, dense, gated, stacked::Stacked};
+use super::{
+    dense,
+    gate::gated_products,
+    stacked::Stacked,
+    tuning::{AHEAD, LINE, PARALLEL},
+};
 use crate::{
     Activations, Gate, PackedLayout,
     formats::vnni::{self, GROUP, Groups, MOST_BYTES},
 };
 use activations::{Group, groups};
 
-/// Rows of activations that are multiplied with a row of weights at a time.
+/// Rows of activations multiplied with a row of weights at a time.
 const ROWS: usize = 4;
-/// Rows of weights that are multiplied with a row of activations at a time, so that these are loaded once for all. They
-/// lie in as many parts of the matrix, each of which is so read in the order of memory.
+/// Rows of weights multiplied with one row of activations at a time, so that activations are loaded
+/// once for all. The rows are in different parts of the matrix, and each part is read in memory
+/// order.
 const TOGETHER: usize = 4;
 
-/// Whether this processor has the instructions.
+/// Returns whether this processor has the instructions.
 pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
@@ -35,14 +41,14 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512vnni")
 }
 
-/// From so many rows of activations on, weights are unpacked into panels.
+/// Rows of activations from which weights are unpacked into panels.
 const MANY: usize = 12;
-/// From so many rows of exact activations on, parts of the matrix are restored. Measured on one
-/// thread of an EPYC of Zen 5, all products of SmolLM2-135M in Q4_1 by 12 rows: 37 ms without, 65
-/// ms restored; by 8: 22 ms without; by 32: 84 ms restored.
+/// Rows of exact activations from which parts of the matrix are restored. Measured on one thread of
+/// an EPYC of Zen 5, all products of SmolLM2-135M in Q4_1: 8 rows take 22 ms without restoring; 12
+/// rows take 37 ms without and 65 ms with; 32 rows take 84 ms with.
 const MANY_EXACT: usize = 32;
 
-/// `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
+/// Returns `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
 pub(super) fn project<F: Groups>(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -51,11 +57,11 @@ pub(super) fn project<F: Groups>(
 ) -> Vec<f32> {
     match activations {
         Activations::Exact if x.len() / matrix.columns() >= MANY_EXACT => {
-            gated(dense::project(x, matrix), matrix, gate)
+            gated_products(dense::project(x, matrix), matrix, gate)
         }
         Activations::Exact => {
             let x = exact::groups(x, matrix.columns());
-            gated(few::<F, _>(&x, matrix), matrix, gate)
+            gated_products(few::<F, _>(&x, matrix), matrix, gate)
         }
         Activations::Int16 => by_digits::<F, 2>(x, matrix, gate),
         Activations::Int8 => by_digits::<F, 1>(x, matrix, gate),
@@ -74,16 +80,15 @@ fn by_digits<F: Groups, const D: usize>(
     }
     // SAFETY: the processor has the instructions, as asserted.
     let x = unsafe { groups::<F, D>(x, columns) };
-    gated(few::<F, _>(&x, matrix), matrix, gate)
+    gated_products(few::<F, _>(&x, matrix), matrix, gate)
 }
 
-/// 128 activations as they are multiplied. In the last ones of a row zeros follow the numbers that
-/// are there.
+/// 128 activations as they are multiplied. The last group of a row is padded with zeros.
 trait Multiplied: Copy + Sync {
-    /// How much work a product is, that of bytes being 1.
+    /// Cost of a product, in units of a byte product.
     const WORK: usize;
 
-    /// Adds the products of `C` times 128 numbers.
+    /// Adds the products of `C` times 128 numbers to `sum`.
     ///
     /// # Safety
     /// The processor has AVX-512 with BW, DQ, VL and VNNI.
@@ -108,7 +113,7 @@ impl<const D: usize> Multiplied for Group<D> {
     }
 }
 
-/// The products of all rows of weights with a few rows of `x`.
+/// Multiplies all rows of weights with few rows of `x`.
 fn few<F: Groups, X: Multiplied>(x: &[X], matrix: &Stacked<'_>) -> Vec<f32> {
     assert!(available());
     let n = x.len() / matrix.columns().div_ceil(GROUP);
@@ -119,7 +124,8 @@ fn few<F: Groups, X: Multiplied>(x: &[X], matrix: &Stacked<'_>) -> Vec<f32> {
     })
 }
 
-/// The products of the first rows of `blocks`, as many as fit `out`, with all of `x`: `[rows of weights, rows of x]`.
+/// Multiplies the first rows of `blocks` with all of `x`, to fill `out`,
+/// `[rows of weights, rows of x]`.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn some_rows<F: Groups, X: Multiplied>(
     blocks: &[u8],
@@ -160,18 +166,18 @@ fn some_rows<F: Groups, X: Multiplied>(
 
 /// Rows of weights.
 struct Rows<'a> {
-    /// Theirs, and what follows them.
+    /// The rows and the bytes that follow them.
     blocks: &'a [u8],
     /// Bytes of a row.
     row: usize,
-    /// Whole groups of a row.
+    /// Complete groups of a row.
     groups: usize,
-    /// Blocks after them.
+    /// Blocks of a row after its complete groups.
     rest: usize,
 }
 
 impl Rows<'_> {
-    /// The products of `W` rows with `N` rows of `x`.
+    /// Multiplies `W` rows of weights with `N` rows of `x`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn multiply<F: Groups, X: Multiplied, const W: usize, const N: usize>(
@@ -189,17 +195,16 @@ impl Rows<'_> {
         let mut sums = [[Sum::zero(); N]; W];
         let group_bytes = GROUP * F::BYTES / F::NUMBERS;
         let (pairs, last) = (self.groups / 2, self.groups - self.groups % 2);
-        // SAFETY: there are as many groups of each row of `x`, as asserted.
+        // SAFETY: each row of `x` has `groups` groups, as asserted.
         let x_at = |n: usize, i: usize| unsafe { x.get_unchecked(n * groups + i) };
         for pair in 0..pairs {
             for (blocks, sums) in blocks.iter().zip(&mut sums) {
                 prefetch(blocks.as_ptr().wrapping_add(2 * pair * group_bytes), 2 * group_bytes);
-                // SAFETY: whole groups are in the row, as asserted.
+                // SAFETY: the row has this pair of groups, as asserted.
                 let weights = unsafe { F::pair(blocks.as_ptr(), pair) };
                 for (n, sum) in sums.iter_mut().enumerate() {
                     let x = [0, 1].map(|i| x_at(n, 2 * pair + i));
-                    // SAFETY: the processor has the instructions, for which this function is
-                    // compiled.
+                    // SAFETY: this function is compiled for these instructions.
                     unsafe { X::add::<F, 2>(sum, &weights, x) };
                 }
             }
@@ -207,7 +212,7 @@ impl Rows<'_> {
         if last < self.groups {
             for (blocks, sums) in blocks.iter().zip(&mut sums) {
                 prefetch(blocks.as_ptr().wrapping_add(last * group_bytes), group_bytes);
-                // SAFETY: whole groups are in the row, as asserted.
+                // SAFETY: the row has this group, as asserted.
                 let weights = unsafe { F::group(blocks.as_ptr(), last) };
                 for (n, sum) in sums.iter_mut().enumerate() {
                     // SAFETY: as above.
@@ -229,21 +234,21 @@ impl Rows<'_> {
         products
     }
 
-    /// The incomplete group of a row, with scales and minima that are 0 where there is none. What follows the row is
-    /// read as well, if it is there.
+    /// Returns the incomplete last group of a row, with scales and minima of 0 for missing blocks.
+    /// May read bytes that follow the row.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn last<F: Groups>(&self, row: usize) -> vnni::Group<1> {
         assert!(F::NUMBERS <= GROUP);
         let start = row * self.row + self.groups * GROUP / F::NUMBERS * F::BYTES;
         let mut weights = match self.blocks.get(start..start + GROUP / F::NUMBERS * F::BYTES) {
-            // SAFETY: the blocks of a group are in the slice.
+            // SAFETY: the slice holds all blocks of a group.
             Some(blocks) => unsafe { F::group(blocks.as_ptr(), 0) },
             None => {
                 let mut copy = [0u8; MOST_BYTES];
                 let rest = &self.blocks[start..][..self.rest * F::BYTES];
                 copy[..rest.len()].copy_from_slice(rest);
-                // SAFETY: the copy has room for the blocks of a group.
+                // SAFETY: the copy has room for all blocks of a group.
                 unsafe { F::group(copy.as_ptr(), 0) }
             }
         };
@@ -254,7 +259,7 @@ impl Rows<'_> {
     }
 }
 
-/// Brings what is [`AHEAD`] of these bytes into the cache.
+/// Prefetches the bytes that are [`AHEAD`] of these.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn prefetch(bytes: *const u8, count: usize) {
@@ -263,11 +268,11 @@ fn prefetch(bytes: *const u8, count: usize) {
     }
 }
 
-/// A product of rows, in parts.
+/// The partial sums of a product of two rows.
 #[derive(Clone, Copy)]
 struct Sum {
     products: __m512,
-    /// Minima times the sums of activations.
+    /// Minima times sums of activations.
     mins: __m256,
 }
 
@@ -287,16 +292,16 @@ impl Sum {
         x: [&Group<D>; C],
     ) {
         let steps = eight(x.map(|x| &x.of_blocks.steps));
-        // Scales of 32 numbers are those of both halves.
+        // A single scale for 32 numbers appears in both halves.
         let halves = 32 / F::SPAN;
         for part in 0..halves {
             let scales = _mm512_castps256_ps512(_mm256_mul_ps(weights.scales[part], steps));
             #[expect(
                 clippy::needless_range_loop,
-                reason = "with iterators over both arrays the loop stays one, and sums go to memory and back"
+                reason = "with iterators the loop is not unrolled and sums are spilled to memory"
             )]
             for i in 0..C {
-                // Each 32 numbers are in four lanes.
+                // Each block of 32 is spread over four lanes.
                 let four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
                 let lanes = _mm512_add_epi32(four, _mm512_set1_epi32(4 * i as i32));
                 let scales = _mm512_permutexvar_ps(lanes, scales);
@@ -318,7 +323,7 @@ impl Sum {
     }
 }
 
-/// One or two times four floats, and zeros.
+/// Loads one or two times four floats, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn eight<const C: usize>(fours: [&[f32; 4]; C]) -> __m256 {
@@ -328,7 +333,7 @@ fn eight<const C: usize>(fours: [&[f32; 4]; C]) -> __m256 {
     if C == 1 { eight } else { _mm256_insertf128_ps::<1>(eight, four(1)) }
 }
 
-/// The products of the integers that digits stand for with the codes in these of the two vectors.
+/// Multiplies codes with the integers that the digits make up, for a range of the two vectors.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn products<F: Groups, const D: usize>(
@@ -338,12 +343,12 @@ fn products<F: Groups, const D: usize>(
 ) -> __m512 {
     let zero = _mm512_setzero_si512();
     let add = |sum, digit: usize| add_bytes(sum, codes, &x.digits[digit], vectors.clone());
-    // Eight products of a byte and a digit have 18 bits.
+    // The sum of eight products of a byte and a digit has 18 bits.
     let second = if D > 1 { _mm512_slli_epi32::<8>(add(zero, 1)) } else { zero };
     let lower = if F::ZERO == 0 {
         add(second, 0)
     } else {
-        // Those of the second digit are counted with the first.
+        // The correction covers both digits.
         _mm512_add_epi32(add(x.of_blocks.corrections(vectors.start), 0), second)
     };
     _mm512_cvtepi32_ps(lower)
@@ -364,10 +369,10 @@ fn add_bytes(
     sum
 }
 
-/// 64 bytes.
+/// Loads 64 bytes.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load<T: Copy>(x: *const T) -> __m512i {
-    // SAFETY: all callers have arrays of 64 bytes.
+    // SAFETY: all callers pass arrays of 64 bytes.
     unsafe { _mm512_loadu_si512(x.cast()) }
 }

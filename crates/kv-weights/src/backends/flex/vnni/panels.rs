@@ -1,5 +1,7 @@
-//! Products of many rows of activations as bytes: 32 rows of weights at a time are unpacked into a panel, in which the
-//! codes that one instruction multiplies lie side by side, and multiplied with all activations.
+//! Byte products of many rows of activations.
+//!
+//! 32 rows of weights at a time are unpacked into a panel and multiplied with all activations. In a
+//! panel, the codes multiplied by one instruction are adjacent.
 
 use core::{arch::x86_64::*, mem::MaybeUninit};
 
@@ -9,38 +11,41 @@ use super::{
 };
 use crate::{
     Gate, PackedLayout,
-    backends::flex::{gate::open, gated, stacked::Stacked, threads::in_parts},
+    backends::flex::{
+        gate::{gated_products, open},
+        stacked::Stacked,
+        threads::in_parts,
+        tuning::{LINE, PARALLEL},
+    },
     formats::{
         unpack::Blocks,
         vnni::{GROUP, Groups, MOST_BYTES},
     },
 };
 
-/// Rows of weights of a panel: two vectors.
+/// Rows of weights in a panel: two vectors.
 const PANEL: usize = 32;
-/// Rows of weights that a thread takes at a time, whole panels.
+/// Rows of weights given to a thread at a time, in whole panels.
 const PART: usize = 4 * PANEL;
-/// Bytes of a line of the processor's cache.
-const LINE: usize = 64;
 /// Lanes of a vector.
 const LANES: usize = 16;
-/// Numbers of activations that share a step.
+/// Activations that share a step.
 const BLOCK: usize = 32;
-/// Rows of activations that are multiplied at a time: with twice as many sums of integers and of floats there are
-/// registers for all.
+/// Rows of activations multiplied at a time. With two vectors of integer sums and two of float sums
+/// for each, all fit into registers.
 const ROWS: usize = 6;
 
-/// 32 activations, as `D` digits each.
+/// 32 activations as `D` digits each.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Activations<const D: usize> {
-    /// Of each digit, lowest first, four to a word.
+    /// For each digit, lowest first: all activations, four to a word.
     digits: [[i32; BLOCK / 4]; D],
     step: f32,
-    /// All of them, added up.
+    /// Sum of the rounded activations.
     sum: f32,
-    /// What is to be added to the products for a code of 0 to count as 0, for each half; in the
-    /// first for both if they have one scale.
+    /// Corrections that make a zero code count as 0, for the first and second half. If the block
+    /// has one scale, the first entry holds both.
     corrections: [i32; 2],
 }
 
@@ -52,9 +57,9 @@ impl<const D: usize> Activations<D> {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Columns {
-    /// Four codes of each of 32 rows.
+    /// Codes, four columns of each row to a word.
     codes: [[i32; PANEL]; BLOCK / 4],
-    /// Scales of the first halves and of the second; only the first if they have one.
+    /// Scales of the first and second halves. With one scale per block, only the first is set.
     scales: [[f32; PANEL]; 2],
     mins: [f32; PANEL],
 }
@@ -62,7 +67,7 @@ struct Columns {
 const EMPTY: Columns =
     Columns { codes: [[0; PANEL]; 8], scales: [[0.0; PANEL]; 2], mins: [0.0; PANEL] };
 
-/// Where products go, which threads write in parts that do not overlap.
+/// The output, which threads write in parts that do not overlap.
 #[derive(Clone, Copy)]
 struct Out(*mut f32);
 
@@ -72,13 +77,13 @@ unsafe impl Send for Out {}
 unsafe impl Sync for Out {}
 
 impl Out {
-    /// The element of this number.
+    /// Returns the address of element `i`.
     fn at(self, i: usize) -> *mut f32 {
         self.0.wrapping_add(i)
     }
 }
 
-/// `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
+/// Returns `x W^T`, `[rows of x, rows]`, with a gate of the halves of the rows.
 pub(super) fn project<F: Groups, const D: usize>(
     x: &[f32],
     matrix: &Stacked<'_>,
@@ -89,21 +94,21 @@ pub(super) fn project<F: Groups, const D: usize>(
     let activations = rounded::<F, D>(x, columns);
     match (gate, matrix.halves()) {
         (Some(gate), Some(halves)) => project_gated::<F, D>(&activations, matrix, halves, gate),
-        _ => gated(project_all::<F, D>(&activations, matrix), matrix, gate),
+        _ => gated_products(project_all::<F, D>(&activations, matrix), matrix, gate),
     }
 }
 
-/// All of `x`, as digits.
+/// Rounds all of `x` to digits.
 fn rounded<F: Groups, const D: usize>(x: &[f32], columns: usize) -> Vec<Activations<D>> {
-    // Nothing is cleared first: it would be done by one thread, and take a twentieth of the time of all.
+    // Not zeroed first: one thread would do it, in a twentieth of the total time.
     let mut activations = Vec::<Activations<D>>::with_capacity(x.len() / BLOCK);
     let per_part = ((1 << 16) / columns).max(1) * columns;
     let parts = activations.spare_capacity_mut()[..x.len() / BLOCK].chunks_mut(per_part / BLOCK);
     in_parts(parts.zip(x.chunks(per_part)), x.len() >= 1 << 17, |(activations, x)| {
-        // SAFETY: the processor has the instructions, as the caller asserts.
+        // SAFETY: the caller asserts that the processor has the instructions.
         unsafe { round::<F, D>(x, activations) };
     });
-    // SAFETY: all of them have been written, those of each part of `x`.
+    // SAFETY: the parts cover all elements, and all of them have been written.
     unsafe { activations.set_len(x.len() / BLOCK) };
     activations
 }
@@ -113,23 +118,23 @@ fn project_all<F: Groups, const D: usize>(x: &[Activations<D>], matrix: &Stacked
     let n = x.len() * BLOCK / layout.columns();
     let mut out = Vec::<f32>::with_capacity(n * rows);
     let to = Out(out.as_mut_ptr());
-    let parallel = rows * x.len() * BLOCK >= super::PARALLEL;
+    let parallel = rows * x.len() * BLOCK >= PARALLEL;
     in_parts(matrix.pieces(PART), parallel, |(first, blocks)| {
         let mut panel = Panel::new(layout);
         for i in 0..panel.count(blocks) {
             let out = to.at(first + i * PANEL);
-            // SAFETY: the processor has the instructions, as asserted. Panels are of different rows of weights, and so
-            // of different columns of `out`, which has `n` rows of all of them.
+            // SAFETY: the processor has the instructions, as asserted. Different panels write
+            // different columns of `out`, which has `n` rows.
             unsafe { panel.multiply::<F, D>(blocks, i, x, out, rows) };
         }
     });
-    // SAFETY: the products of all rows of weights with all of `x` have been written.
+    // SAFETY: all products have been written.
     unsafe { out.set_len(n * rows) };
     out
 }
 
-/// The products of both halves of a few rows go through the gate before they are written, so that there is no room for
-/// them all.
+/// Computes both halves of some rows and applies the gate before writing, so that the ungated
+/// products are never stored as a whole.
 fn project_gated<F: Groups, const D: usize>(
     x: &[Activations<D>],
     matrix: &Stacked<'_>,
@@ -144,12 +149,13 @@ fn project_gated<F: Groups, const D: usize>(
     let parts = gates.chunks(part).zip(ups.chunks(part)).enumerate();
     in_parts(parts, true, |(part, (gates, ups))| {
         let mut panel = Panel::new(layout);
-        // Of each row of activations the gates of a panel and what they open, and what comes of it.
+        // The gates and ups of a panel for each row of activations, and the gated results.
         let mut tile = vec![0.0f32; n * 2 * PANEL];
         let mut opened = vec![MaybeUninit::uninit(); n * PANEL];
         for i in 0..panel.count(gates) {
             let to_gates = tile.as_mut_ptr();
-            // SAFETY: the processor has the instructions, as asserted, and there is room for the products of a panel.
+            // SAFETY: the processor has the instructions, as asserted, and `tile` has room for both
+            // panels.
             unsafe {
                 panel.multiply::<F, D>(gates, i, x, to_gates, 2 * PANEL);
                 panel.multiply::<F, D>(ups, i, x, to_gates.add(PANEL), 2 * PANEL);
@@ -158,7 +164,7 @@ fn project_gated<F: Groups, const D: usize>(
             let first = part * PART + i * PANEL;
             let there = PANEL.min(rows - first);
             for (row, opened) in opened.as_chunks::<PANEL>().0.iter().enumerate() {
-                // SAFETY: all of it has been written; otherwise as in `project_all`.
+                // SAFETY: `opened` has been written. For the rest, see `project_all`.
                 unsafe {
                     let out = to.at(row * rows + first);
                     out.copy_from_nonoverlapping(opened.as_ptr().cast(), there);
@@ -166,7 +172,7 @@ fn project_gated<F: Groups, const D: usize>(
             }
         }
     });
-    // SAFETY: the products of all rows of weights with all of `x` have been written.
+    // SAFETY: all products have been written.
     unsafe { out.set_len(n * rows) };
     out
 }
@@ -195,7 +201,7 @@ fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [MaybeUninit<Activation
     }
 }
 
-/// Room for a panel.
+/// A reusable panel.
 struct Panel<'a> {
     layout: &'a PackedLayout,
     columns: Vec<Columns>,
@@ -207,16 +213,16 @@ impl<'a> Panel<'a> {
         Self { layout, columns }
     }
 
-    /// Panels of these rows.
+    /// Returns the number of panels in `blocks`.
     fn count(&self, blocks: &[u8]) -> usize {
         blocks.len().div_ceil(PANEL * self.layout.row_bytes())
     }
 
-    /// The products of panel `i` of `blocks` with all rows of activations.
+    /// Multiplies panel `i` of `blocks` with all rows of activations.
     ///
     /// # Safety
-    /// The processor has the instructions, and as many floats as the panel has rows may be written behind `out`, and
-    /// again after `stride` ones, for each row of activations.
+    /// The processor has the instructions. For each row of activations, with `stride` floats
+    /// between them, `out` has room for one float per row of the panel.
     unsafe fn multiply<F: Groups, const D: usize>(
         &mut self,
         blocks: &[u8],
@@ -237,8 +243,10 @@ impl<'a> Panel<'a> {
     }
 }
 
-/// Unpacks up to 32 rows; where there are fewer, the others keep what they have. Meanwhile the `next` blocks are brought
-/// into the cache: rows that are read side by side are too many for the processor to foresee.
+/// Unpacks up to 32 rows. The remaining rows of the panel keep their old contents.
+///
+/// Meanwhile, the `next` blocks are prefetched: the hardware prefetcher does not follow this many
+/// rows.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &mut [Columns]) {
     let (row, columns) = (layout.row_bytes(), layout.columns());
@@ -256,9 +264,9 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
             let codes_of_rows = codes_first.iter_mut().zip(codes_second);
             for (i, (a, b)) in codes_of_rows.enumerate().take(there.saturating_sub(first)) {
                 let from = (first + i) * row;
-                // The last group may be incomplete: what is read of it past the row is not multiplied.
+                // The last group may be incomplete. Data past the row is not multiplied.
                 let group = if (g + 1) * GROUP <= columns {
-                    // SAFETY: the row has a whole group of this number.
+                    // SAFETY: the row has a complete group of this number.
                     unsafe { F::group(blocks[from..from + row].as_ptr(), g) }
                 } else {
                     let mut copy = [0u8; MOST_BYTES];
@@ -266,7 +274,7 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
                     let last = &last[row - rest * F::BYTES..];
                     copy[..last.len()].copy_from_slice(last);
                     assert!(F::NUMBERS <= GROUP);
-                    // SAFETY: the copy has room for the blocks of a group.
+                    // SAFETY: the copy has room for all blocks of a group.
                     unsafe { F::group(copy.as_ptr(), 0) }
                 };
                 [*a, *b] = group.codes[0];
@@ -290,7 +298,7 @@ fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &
     }
 }
 
-/// Writes a number for each 32.
+/// Writes one number per block of 32.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn put(numbers: __m256, panel: &mut [Columns; 4], to: impl Fn(&mut Columns) -> &mut f32) {
@@ -334,10 +342,11 @@ fn transpose(rows: &mut [__m512i; LANES]) {
     }
 }
 
-/// The products of a panel, of which so many rows are there, with all rows of activations.
+/// Multiplies the first `there` rows of a panel with all rows of activations.
 ///
 /// # Safety
-/// As many floats may be written behind `out`, and again after `stride` ones, for each row of activations.
+/// For each row of activations, with `stride` floats between them, `out` has room for one float per
+/// row of the panel.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn multiply_all<F: Groups, const D: usize>(
     panel: &[Columns],
@@ -366,10 +375,10 @@ unsafe fn multiply_all<F: Groups, const D: usize>(
     }
 }
 
-/// The products with the first `R` rows of `x`.
+/// Multiplies a panel with the first `R` rows of `x`.
 ///
 /// # Safety
-/// As [`multiply_all`].
+/// The same as for [`multiply_all`].
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     panel: &[Columns],
@@ -381,12 +390,12 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     assert!(x.len() >= R * panel.len());
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
     for (block, columns) in panel.iter().enumerate() {
-        // SAFETY: there are as many blocks of each row of `x` as of the panel, as asserted.
+        // SAFETY: each row of `x` has as many blocks as the panel, as asserted.
         let x = |r: usize| unsafe { x.get_unchecked(r * panel.len() + block) };
         let halves = BLOCK / F::SPAN;
         for part in 0..halves {
-            // The highest digit first: what it sums up to is shifted before the next is added. Products with two digits
-            // have 29 bits.
+            // The highest digit is first: its sum is shifted before the next is added. Sums of
+            // products with two digits have 29 bits.
             let mut products = [[_mm512_setzero_si512(); 2]; R];
             for digit in (0..D).rev() {
                 if digit == 0 && D > 1 {
@@ -430,7 +439,7 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     for (r, sums) in sums.iter().enumerate() {
         for (half, sum) in sums.iter().enumerate() {
             let mask = (mask >> (half * LANES)) as u16;
-            // SAFETY: as the caller says; what is not there is masked.
+            // SAFETY: the caller provides the room, and missing rows are masked.
             unsafe {
                 let out = out.wrapping_add(r * stride + half * LANES);
                 _mm512_mask_storeu_ps(out, mask, *sum);
@@ -439,7 +448,7 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     }
 }
 
-/// 32 words as two vectors.
+/// Loads 32 words as two vectors.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn two<T: Copy>(words: &[T; PANEL]) -> [__m512i; 2] {
