@@ -1,5 +1,7 @@
 //! f16 in kernels, in u32 and f32 alone: WebGPU has f16 only as an extension.
 
+#![allow(missing_docs, reason = "CubeCL makes a public module of each function, with no docs")]
+
 use cubecl::prelude::*;
 
 /// Returns the bits of the f16 nearest to `x`, ties to even, for `|x| <= 65504`.
@@ -17,17 +19,17 @@ pub fn half_bits(x: f32) -> u32 {
     }
 }
 
-/// Returns the finite f16 in the low 16 bits.
+/// Returns the value of the f16 in the low 16 `bits`.
 #[cube]
 pub fn half_value(bits: u32) -> f32 {
     let exponent = (bits >> 10u32) & 31u32;
     let mantissa = bits & 1023u32;
-    let magnitude = if exponent == 0u32 {
-        f32::cast_from(mantissa) * 5.960_464_5e-8f32
-    } else {
-        f32::reinterpret(((exponent + 112u32) << 23u32) | (mantissa << 13u32))
-    };
-    if (bits & 0x8000u32) == 0u32 { magnitude } else { -magnitude }
+    // Keeps infinities and NaN.
+    let exponent_wide = select(exponent == 31u32, 255u32, exponent + 112u32);
+    let normal = f32::reinterpret((exponent_wide << 23u32) | (mantissa << 13u32));
+    let small = f32::cast_from(mantissa) * 5.960_464_5e-8f32;
+    let magnitude = select(exponent == 0u32, small, normal);
+    select((bits & 0x8000u32) == 0u32, magnitude, -magnitude)
 }
 
 /// Rounds `x >= 0` to the nearest integer, ties to even.

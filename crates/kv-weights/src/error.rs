@@ -43,3 +43,9 @@ pub enum Error {
 pub(crate) fn invalid(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Error {
     Error::Invalid { field, value: value.to_string(), rule: rule.into() }
 }
+
+impl From<kv_device::Unsupported> for Error {
+    fn from(kv_device::Unsupported { what, why }: kv_device::Unsupported) -> Self {
+        Self::Unsupported { what, why }
+    }
+}

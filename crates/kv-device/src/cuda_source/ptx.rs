@@ -16,7 +16,7 @@ use cubecl_llvm::{
 use super::{card, leave};
 
 /// A kernel and its name.
-pub type Named = (String, Box<dyn CubeKernel>);
+type Named = (String, Box<dyn CubeKernel>);
 
 /// Names a kernel.
 pub fn named(name: impl Into<String>, kernel: impl CubeKernel) -> Named {

@@ -9,11 +9,19 @@ mod cube;
 mod flex;
 
 use burn::tensor::Device;
+use kv_device::Backends;
 
 #[cfg(feature = "flex")]
 pub use flex::in_parts;
 
 use crate::{Error, Result};
+
+const BACKENDS: Backends = Backends {
+    crate_name: "kv-weights",
+    flex: cfg!(feature = "flex"),
+    cube: cfg!(feature = "cube"),
+    autodiff: cfg!(feature = "autodiff"),
+};
 
 /// Checks that packed weights can be multiplied on `device`.
 ///
@@ -23,20 +31,7 @@ use crate::{Error, Result};
 /// # Errors
 /// [`Error::Unsupported`] naming `op`.
 pub fn check_device(op: &str, device: &Device) -> Result<()> {
-    let unsupported = |why: &str| {
-        Err(Error::Unsupported { what: format!("{op} on {device:?}"), why: why.to_string() })
-    };
-    if cfg!(not(feature = "autodiff")) && device.is_autodiff() {
-        return unsupported("kv-weights was built without its feature autodiff");
-    }
-    match device.clone().without_autodiff().as_dispatch() {
-        #[cfg(feature = "cube")]
-        burn::backend::DispatchDevice::Cube(_) => Ok(()),
-        #[cfg(feature = "flex")]
-        burn::backend::DispatchDevice::Flex(_) => Ok(()),
-        #[allow(unreachable_patterns, reason = "Burn may have been built with no other backend")]
-        _ => unsupported("packed weights need Flex, WGPU or CUDA, and the feature of that name"),
-    }
+    Ok(BACKENDS.check(op, device)?)
 }
 
 /// Returns the size in bytes of the largest buffer that kernels on `device` can use, or `None` if
@@ -44,12 +39,8 @@ pub fn check_device(op: &str, device: &Device) -> Result<()> {
 #[allow(unused_variables, reason = "without a CubeCL backend there is no limit")]
 pub fn largest_buffer(device: &Device) -> Option<u64> {
     #[cfg(feature = "cube")]
-    #[allow(irrefutable_let_patterns, reason = "CubeCL may be the only backend")]
-    if let burn::backend::DispatchDevice::Cube(device) =
-        device.clone().without_autodiff().as_dispatch()
-    {
+    if let Some(client) = kv_device::client(device) {
         use burn_cubecl::cubecl::ir::AddressType;
-        let client = device.client();
         let properties = client.properties();
         let wide = properties.supports_address(AddressType::U64);
         let counted = if wide { u64::MAX } else { u32::MAX.into() };
@@ -57,7 +48,6 @@ pub fn largest_buffer(device: &Device) -> Option<u64> {
     }
     None
 }
-
 /// Checks that kernels on `device` can use a buffer of `bytes`, which holds `what`.
 ///
 /// # Errors

@@ -4,6 +4,7 @@
 //! that. Arithmetic shared by formats is here too, in u32 and f32 only.
 
 use cubecl::prelude::*;
+pub(super) use kv_device::half::half_value;
 
 /// Numbers unpacked at a time, a divisor of every block size.
 pub(crate) const SPAN: usize = 32;
@@ -156,19 +157,6 @@ pub(super) fn words_at(
         }
     }
     found
-}
-
-/// Returns the value of the f16 in the low 16 `bits`.
-#[cube]
-pub(super) fn half_value(bits: u32) -> f32 {
-    let exponent = (bits >> 10u32) & 31u32;
-    let mantissa = bits & 1023u32;
-    // Keeps infinities and NaN.
-    let exponent_wide = select(exponent == 31u32, 255u32, exponent + 112u32);
-    let normal = f32::reinterpret((exponent_wide << 23u32) | (mantissa << 13u32));
-    let small = f32::cast_from(mantissa) * 5.960_464_5e-8f32;
-    let magnitude = select(exponent == 0u32, small, normal);
-    select((bits & 0x8000u32) == 0u32, magnitude, -magnitude)
 }
 
 /// Unpacks 8 of 32 codes of 4 bits from word `index` of four. Codes of the first half of the span

@@ -10,19 +10,25 @@
 //!
 //! Launch functions are not public, since they trust their callers for the lengths of buffers. A
 //! launch that needs more cubes or wider indices than the device has returns an error before it
-//! starts ([`grid`]).
+//! starts ([`kv_device::grid`]).
 
-// Shared with the tests of kv-cubecl by path, since neither crate depends on the other.
-#[cfg(all(test, feature = "cuda-source"))]
-#[path = "../../../kv-cubecl/src/kernels/cuda_source/mod.rs"]
-#[allow(unexpected_cfgs, reason = "kv-cubecl has a feature more, for PTX")]
-mod cuda_source;
-mod grid;
 pub(crate) mod product;
 pub(crate) mod restore;
 pub(crate) mod tiled;
 
-pub(crate) use grid::Grid;
+use cubecl::client::Client;
+#[cfg(all(test, feature = "cuda-source"))]
+use kv_device::cuda_source;
+use kv_device::grid::{Grid, Limits};
+
+use crate::Result;
+
+/// Returns a grid of at least `cubes` cubes for a kernel that goes by `CUBE_POS`. The kernel counts
+/// up to `most` units, elements and bytes of its buffers.
+fn grid(client: &Client, what: &str, cubes: usize, units: usize, most: usize) -> Result<Grid> {
+    let limits = Limits::of(client.properties());
+    Ok(Grid::new(what, [cubes.max(1), 1, 1], units, most, &limits)?)
+}
 
 /// Reports the bytes of weights read by a launch of `kernel` to subscribers of
 /// [`READ`](crate::READ).

@@ -2,7 +2,7 @@
 
 use cubecl::{client::Client, prelude::*};
 
-use super::{Grid, report_read};
+use super::{grid, report_read};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN, new_span, number, unpack_row},
@@ -63,7 +63,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
         return Ok(());
     }
     let most = layout.bytes().max(n * layout.columns());
-    let grid = Grid::new("restoring", spans.div_ceil(UNITS), UNITS, most, client.properties())?;
+    let grid = grid(client, "restoring", spans.div_ceil(UNITS), UNITS, most)?;
     report_read("restore", n * layout.row_bytes());
     // SAFETY: the callers check that the rows exist, and units past the last span do nothing.
     unsafe {

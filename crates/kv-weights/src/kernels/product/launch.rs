@@ -7,7 +7,7 @@ use super::{
 use crate::{
     ExpertSelection, PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::{Grid, report_read},
+    kernels::{grid, report_read},
 };
 
 /// Buffers of a launch, all contiguous.
@@ -46,7 +46,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
     let layout = &problem.parts[0];
     let most = problem.parts.iter().map(|part| part.bytes()).max().unwrap_or(0);
     let most = most.max(problem.n * layout.columns()).max(problem.n * problem.outputs());
-    let grid = Grid::new("project", cubes * chunks, blueprint.units, most, client.properties())?;
+    let grid = grid(client, "project", cubes * chunks, blueprint.units, most)?;
     let args = ProductArgsLaunch::new(
         problem.n,
         layout.columns() / SPAN,
@@ -112,8 +112,7 @@ pub(crate) fn launch_picked<F: BlocksInKernels>(
     let blueprint = prepare(&problem, hardware);
     let cubes = layout.rows().div_ceil(blueprint.cube_rows());
     let most = bytes.max(n * layout.columns()).max(n * layout.rows());
-    let properties = client.properties();
-    let grid = Grid::new("project_picked", cubes * n, blueprint.units, most, properties)?;
+    let grid = grid(client, "project_picked", cubes * n, blueprint.units, most)?;
     let (spans, row_bytes) = (layout.columns() / SPAN, layout.row_bytes());
     let rows = layout.rows();
     let args = ProductArgsLaunch::new(n, spans, row_bytes, rows, rows, 0, cubes, cubes, 0, 0.0);

@@ -4,7 +4,7 @@ use super::kernel::{self, TiledArgsLaunch, UNITS};
 use crate::{
     PackedLayout, Result,
     formats::cube::{BlocksInKernels, SPAN},
-    kernels::{Grid, report_read},
+    kernels::{grid, report_read},
 };
 
 /// Returns the number of rows of activations per unit, an eighth of those in a tile: eight, or four
@@ -27,7 +27,7 @@ pub(crate) fn launch<F: BlocksInKernels>(
     let tiles = rows.div_ceil(UNITS);
     let cubes = tiles * n.div_ceil(8 * x_rows);
     let most = layout.bytes().max(n * columns).max(n * rows);
-    let grid = Grid::new("project", cubes, UNITS, most, client.properties())?;
+    let grid = grid(client, "project", cubes, UNITS, most)?;
     let args = TiledArgsLaunch::new(n, rows, tiles, columns / SPAN, layout.row_bytes());
     report_read("tiled", n.div_ceil(8 * x_rows) * layout.bytes());
     // SAFETY: rows and spans are within the layout, and the last word read is the one that holds
