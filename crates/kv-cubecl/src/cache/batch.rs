@@ -1,14 +1,14 @@
-//! The sequences of a batch: chosen, reordered, repeated, joined.
+//! Selects, reorders and repeats the sequences of a batch, and joins batches.
 
 use super::{KvCache, slots::check_sequence, state::State};
 use crate::{CacheShape, Error, Result, layout::CacheLayout};
 
 impl KvCache {
-    /// A cache of the given sequences of the batch, in this order: beam search drops some and
-    /// continues others several times. Their memory is copied.
+    /// Copies the given sequences of the batch to a new cache, in this order. A sequence may occur
+    /// several times, as in beam search.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for no sequence at all or one that the batch does not have.
+    /// [`Error::InvalidConfig`] for no sequences, and for one that the batch does not have.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let shape = self.layout.shape();
         sequences.iter().try_for_each(|&sequence| check_sequence(sequence, shape.batch))?;
@@ -20,12 +20,12 @@ impl KvCache {
         Ok(Self { layout, state, lens, options, stepped: self.stepped, restored })
     }
 
-    /// One cache of the sequences of several, in this order, with lengths of their own: texts that
-    /// were read alone go on as a batch. Their memory is copied.
+    /// Copies the sequences of several caches to a new cache, in this order, so that prompts with
+    /// separate prefills continue as a batch. Each sequence keeps its length.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for no cache at all, and for caches whose configuration, heads,
-    /// options or device are not those of the first.
+    /// [`Error::Unsupported`] for no caches, and for caches whose configuration, heads, options or
+    /// device differ from the first.
     pub fn join(caches: &[Self]) -> Result<Self> {
         let different = |index: usize, what: &str| {
             let what = format!("join: {what} of cache {index}");

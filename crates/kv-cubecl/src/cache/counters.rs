@@ -31,7 +31,7 @@ pub struct Counters {
 }
 
 impl KvCache {
-    /// Returns the [`Counters`] of the tokens in [`packed`](Self::packed), `None` for a side
+    /// Returns the [`Counters`] of the tokens in [`packed`](Self::packed); `None` for a side
     /// without quantized tokens.
     pub fn counters(&self) -> Sides<Option<Counters>> {
         Sides::from_fn(|side: Side| {
@@ -46,7 +46,7 @@ impl KvCache {
 struct Group {
     /// Number of codes at an end of the range.
     extreme: usize,
-    /// Number that the first code stands for.
+    /// The number that the first code stands for.
     first: Option<f32>,
     /// True if another code stands for another number.
     varied: bool,
@@ -57,9 +57,9 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         true => logical.scale.iter().copied().map(f16::to_f32).collect(),
         false => logical.exponents.iter().map(|&exponent| power(exponent)).collect(),
     };
-    // Number that a code of a group stands for. In formats without a minimum the code's value is
-    // not scaled: codes stand for different numbers unless the scale is 0. A float's sign bit alone
-    // is -0; integers have no such code.
+    // The number that a code stands for. It is not scaled in formats without a minimum, because
+    // codes then stand for different numbers unless the scale is 0. A float's sign bit alone is -0;
+    // integers have no such code.
     let stands_for = |code: u32, group: usize| match logical.min.get(group) {
         Some(min) => code as f32 * scales[group] + min.to_f32(),
         None if code == 1 << (spec.n_bits - 1) => 0.0,

@@ -92,7 +92,7 @@ impl FrameCache {
         let CacheShape { batch, n_kv_heads, .. } = self.layout().shape();
         for (side, bytes) in [(Side::Keys, &mut bytes.keys), (Side::Values, &mut bytes.values)] {
             if self.config.format.format(side).frame_scale().is_some() {
-                // The two of `Running`.
+                // `Running` has two tensors per side.
                 *bytes += 2 * batch * n_kv_heads * size_of::<f32>();
             }
         }
@@ -239,7 +239,7 @@ impl FrameCache {
         crate::backends::check_attend(self.layout(), query.dims(), held, &device)
     }
 
-    /// A frame that comes after `before` others.
+    /// Attends with a frame that comes after `before` others.
     fn attend(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>, before: u64) -> Attention {
         let dtype = query.dtype();
         let [query, key, value] = [query, key, value].map(functions::floats);
@@ -256,8 +256,8 @@ impl FrameCache {
         attention.with_dtype(dtype)
     }
 
-    /// Stores a frame that comes after `before` others, in place: the next one, or the newest
-    /// again.
+    /// Stores a frame that comes after `before` others, in place: as the next frame, or over the
+    /// newest one.
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, before: u64) {
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
         let rows = Sides { keys: key, values: value }.map(functions::floats);
@@ -272,8 +272,8 @@ impl FrameCache {
         }
     }
 
-    /// Stores a side of frame `index`, counted after the sinks, with the scale of its heads, where
-    /// it takes that from frames: in the place where it has been stored with one for each token.
+    /// Overwrites a side of frame `index`, counted after the sinks, if its format takes scales from
+    /// frames. The side has been stored with a scale per token; the frame's scale replaces it.
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
         let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
         let Some(of) = format.format(side).frame_scale() else { return };

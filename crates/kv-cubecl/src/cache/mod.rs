@@ -31,12 +31,12 @@ use state::{State, StepPosition};
 
 /// One layer's streaming KIVI cache.
 ///
-/// Preallocated for [`KvCacheConfig::capacity`] tokens and written in place. Appending tokens one
-/// by one or many at once leaves the same codes and counts, and every row of a chunk sees what it
-/// would have seen if the tokens had been appended one by one.
+/// The cache is preallocated for [`KvCacheConfig::capacity`] tokens and written in place. Appending
+/// tokens one by one or many at once leaves the same codes and counts, and every row of a chunk
+/// sees what it would see if the tokens were appended one by one.
 ///
-/// A clone shares the memory until one of the two is written: that write copies it once. So a
-/// prefix can be kept and continued several times, as beam search and prefix caching do.
+/// A clone shares memory until one of the two is written, which copies it once. So a prefix can be
+/// kept and continued several times, as beam search and prefix caching do.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     layout: CacheLayout,
@@ -44,8 +44,8 @@ pub struct KvCache {
     state: State,
     /// Tokens that each sequence holds.
     lens: Vec<usize>,
-    /// True once a step at a device position was made or captured, so the host may not know all
-    /// tokens.
+    /// True after a step at a device position was run or captured: the host may not know the number
+    /// of tokens.
     stepped: bool,
     /// Bytes restored so far, if they are counted.
     restored: RestoredBytes,
@@ -55,8 +55,8 @@ impl KvCache {
     /// Allocates an empty cache.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] when the device lacks
-    /// the float type.
+    /// [`Error::InvalidConfig`] naming the field, or [`Error::Unsupported`] if the device lacks the
+    /// float type.
     pub fn new(config: &KvCacheConfig, shape: CacheShape, device: &Device) -> Result<Self> {
         let device = device.clone().without_autodiff();
         let layout = Self::layout_on(config, shape, &device)?;
@@ -74,7 +74,7 @@ impl KvCache {
         Ok(Self { options, ..self })
     }
 
-    /// The layout, checked against the limits of the device.
+    /// Returns the layout, checked against the limits of the device.
     fn layout_on(
         config: &KvCacheConfig,
         shape: CacheShape,
@@ -90,17 +90,17 @@ impl KvCache {
         self.options
     }
 
-    /// The layout, which gives every size and address of the cache.
+    /// Returns the layout, which determines every size and address of the cache.
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
     }
 
-    /// Tokens held by the longest sequence.
+    /// Returns the number of tokens held by the longest sequence.
     pub fn len(&self) -> usize {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// Tokens that each sequence holds: the same number unless caches were [joined](Self::join).
+    /// Returns the number of tokens held by each sequence.
     pub fn lens(&self) -> &[usize] {
         &self.lens
     }
@@ -110,7 +110,7 @@ impl KvCache {
         self.len() == 0
     }
 
-    /// Tokens it can hold.
+    /// Returns the number of tokens that each sequence can hold.
     pub fn capacity(&self) -> usize {
         self.layout.config().capacity
     }
@@ -120,12 +120,12 @@ impl KvCache {
         self.layout.schedule().counts(self.len())
     }
 
-    /// Bytes allocated, by part. It does not change while the cache fills.
+    /// Returns the bytes allocated, by part. They do not change while the cache fills.
     pub fn memory_bytes(&self) -> MemoryBytes {
         self.state.memory_bytes()
     }
 
-    /// Forgets all tokens; the memory stays allocated.
+    /// Removes all tokens; the memory stays allocated.
     pub fn reset(&mut self) {
         self.lens.fill(0);
     }
@@ -148,8 +148,9 @@ impl KvCache {
     }
 
     /// Appends m >= 1 tokens to every sequence and attends: row `i` sees the cache as it is after
-    /// token `i` of the chunk was appended alone. What is not finite stays where it is seen, as
-    /// [`streaming_attention`](crate::streaming_attention) says.
+    /// the first `i + 1` tokens of the chunk were appended one by one. Numbers that are not finite
+    /// reach only the rows that see them, as in
+    /// [`streaming_attention`](crate::streaming_attention).
     ///
     /// # Shapes
     /// - `query`: `[batch, n_heads, m, head_dim]`, `n_kv_heads` divides `n_heads`
@@ -176,8 +177,8 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// [`attend`](Self::attend), where all sequences hold the same number of tokens, to values as
-    /// they are stored, and with an output like them.
+    /// Computes [`attend`](Self::attend) for sequences of equal lengths. Query, key, value and
+    /// output are in the form that the cache [stores](Self::stored).
     fn attend_stored(
         &mut self,
         query: Tensor<4>,
@@ -208,14 +209,13 @@ impl KvCache {
         [query, key, functions::hadamard_values(value, config)]
     }
 
-    /// Adds to the length of every sequence the `tokens` that [`attend_at`](Self::attend_at) has
-    /// appended from there on. Only the caller knows how many there are; for a captured step it is
-    /// how often it was replayed. Where some took no part, [`advance_ragged`](Self::advance_ragged)
-    /// counts.
+    /// Adds the `tokens` that [`attend_at`](Self::attend_at) has appended to the length of every
+    /// sequence. Only the caller knows their number: the number of replays of a graph capture. If
+    /// steps skipped some sequences, use [`advance_ragged`](Self::advance_ragged).
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache that has never taken a
-    /// step by `attend_at`, whose memory holds no such tokens; the cache is then unchanged.
+    /// [`Error::CapacityExceeded`], or [`Error::Unsupported`] for a cache without steps by
+    /// `attend_at`, whose memory holds no such tokens. On failure the cache is unchanged.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
         self.check_room(tokens)?;
         self.check_stepped(tokens)?;
@@ -223,7 +223,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Checks that there may be tokens that were appended by steps.
+    /// Checks that steps may have appended tokens.
     fn check_stepped(&self, tokens: usize) -> Result<()> {
         if tokens > 0 && !self.stepped {
             let what = format!("advance: {tokens} tokens of a cache without steps by attend_at");
@@ -233,8 +233,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Returns what [`attend`](Self::attend) would, for the same shapes, without appending:
-    /// speculative decoding verifies drafted tokens with it.
+    /// Returns the result of [`attend`](Self::attend) without appending. Speculative decoding
+    /// verifies drafted tokens with it.
     ///
     /// # Errors
     /// As [`attend`](Self::attend), and [`Error::Unsupported`] for sequences of different lengths.
@@ -252,8 +252,7 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// Returns the keys or values that are quantized now in every sequence, or `None` if there are
-    /// none.
+    /// Returns the keys or values that are quantized in every sequence, or `None` if none are.
     ///
     /// With a sliding window, they start at the first group that the next token of the longest
     /// sequence sees. A side with a Hadamard transform is returned transformed.
@@ -266,7 +265,7 @@ impl KvCache {
         let schedule = self.layout.schedule();
         let longest = schedule.counts(self.len())[side];
         let hidden = schedule.begin(self.len() + 1) - schedule.sink_tokens;
-        // From where words are of no token before.
+        // Words from here on hold no part of an earlier token.
         let alignment = spec.alignment_tokens(place.head_dim);
         let oldest = longest.saturating_sub(place.packed_tokens).next_multiple_of(alignment);
         let first = oldest.max(hidden / alignment * alignment);
@@ -304,7 +303,7 @@ impl KvCache {
         Ok(tokens)
     }
 
-    /// The device that it lies on.
+    /// Returns the device of the tensors.
     pub fn device(&self) -> Device {
         self.state.floats().device()
     }
@@ -333,12 +332,12 @@ impl KvCache {
         self.lens.iter_mut().for_each(|len| *len += tokens);
     }
 
-    /// All rows of `query` over the first `tokens` tokens.
+    /// Attends with all rows of `query` to the first `tokens` tokens.
     fn decode(&self, query: Tensor<4>, tokens: usize) -> Attention {
         self.state.decode(query, self.layout, self.len(), tokens, self.options)
     }
 
-    /// A chunk over the history and itself, before it is written.
+    /// Attends with a chunk to the cached tokens and to itself, before it is written.
     fn attend_chunk(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Attention {
         if self.is_empty() {
             let (layout, options) = (&self.layout, self.options);
@@ -348,8 +347,8 @@ impl KvCache {
         }
         let dtype = query.dtype();
         let [query, key, value] = [query, key, value].map(functions::floats);
-        // Tokens before `split` look the same to every row, so they are read where they lie; the
-        // rest, fewer than the window and a group beside the chunk itself, are gathered.
+        // Tokens before `split` look the same to every row, so they are read in place. The others,
+        // fewer than the residual and a group besides the chunk itself, are gathered.
         let tokens = key.dims()[2];
         let split = self.split(tokens);
         let (key, key_hat) = self.tail(Side::Keys, key, split);
@@ -359,7 +358,7 @@ impl KvCache {
         let options = self.options;
         let sides = [key, key_hat, value, value_hat];
         let tail = functions::stream(query.clone(), sides, None, spec, options);
-        // With a sliding window only the sinks remain of the rest.
+        // If the sliding window hides tokens, only the sinks are left before `split`.
         let before = match self.hides(tokens) {
             true => split.min(schedule.sink_tokens),
             false => split,

@@ -1,11 +1,11 @@
-//! A cache taken apart and put together again.
+//! Converts a cache to its tensors and back.
 
 use burn::tensor::{Int, Tensor};
 
 use super::{KvCache, check_device, restored_bytes::RestoredBytes, state::State};
 use crate::{AttentionOptions, CacheShape, Error, KvCacheConfig, Result, Sides};
 
-/// The tensors of a cache, to store it away or to inspect it. See [`KvCache::into_parts`].
+/// The tensors of a cache, for storage or inspection. See [`KvCache::into_parts`].
 #[derive(Clone, Debug)]
 pub struct CacheParts {
     /// Packed keys, `[words]` u32.
@@ -19,19 +19,19 @@ pub struct CacheParts {
 }
 
 impl KvCache {
-    /// Takes the cache apart, for example to store a prefix.
+    /// Returns the tensors of the cache, for example to store a prefix.
     pub fn into_parts(self) -> CacheParts {
         let words = Sides::from_fn(|side| self.state.packed_words(side));
         let floats = self.state.floats();
         CacheParts { keys: words.keys, values: words.values, floats, lens: self.lens }
     }
 
-    /// Puts together what [`into_parts`](Self::into_parts) took apart. Views are read as what they
-    /// show and copied when the cache is first written.
+    /// Makes a cache from the tensors that [`into_parts`](Self::into_parts) returns. Tensors that
+    /// are views are copied when the cache is first written.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`], [`Error::Shape`] when a tensor does not fit `config` and `shape`,
-    /// [`Error::Unsupported`] for tensors that record gradients or sit on several devices, or
+    /// [`Error::InvalidConfig`]; [`Error::Shape`] if a tensor does not fit `config` and `shape`;
+    /// [`Error::Unsupported`] for tensors that record gradients or are on several devices; or
     /// [`Error::CapacityExceeded`].
     pub fn from_parts(
         config: &KvCacheConfig,

@@ -1,26 +1,27 @@
-//! Tokens appended to each sequence of a batch by its own number.
+//! Appends a different number of tokens to each sequence of a batch.
 
 use burn::tensor::{DType, Tensor, TensorData};
 
 use super::{KvCache, slots::check_sequence, state::StepPosition};
 use crate::{Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout};
 
-/// Most tokens of a sequence that are taken step by step, all sequences in one launch. A step reads
-/// the history once for each token; a chunk has launches of its own for each sequence, reads its
-/// history once, and copies its memory out and back. For 8 sequences of 1000 tokens, 9 query heads
-/// on 3 of 64, on 2 CPU cores, chunks are faster from 8 tokens on in float, and from 13 on at 4
-/// bits.
+/// Most tokens per sequence that are appended step by step, with one launch for all sequences.
+///
+/// A step reads the history once per token. A chunk reads it once, but launches for each sequence,
+/// and copies the sequence out and back. For 8 sequences of 1000 tokens, with 9 query heads and 3
+/// kv heads of 64 channels on 2 CPU cores, chunks are faster from 8 tokens on in float and from 13
+/// on at 4 bits.
 const FEW: usize = 8;
 
 impl KvCache {
     /// Attends with a different number of tokens per sequence.
     ///
-    /// Only the first `tokens[i]` rows of `query`, `key` and `value` of sequence `i` count. The
-    /// rest is padding: none of it is written, its output is 0 and its `lse` -inf. A sequence with
-    /// 0 tokens is unchanged.
+    /// Only the first `tokens[i]` rows of `query`, `key` and `value` of sequence `i` count. All
+    /// other rows are padding: they are not written, their output is 0 and their `lse` -inf. A
+    /// sequence with 0 tokens is unchanged.
     ///
-    /// If every sequence has at most one token, one launch serves the batch, and so does each
-    /// further step while there are few. Longer chunks run sequence by sequence.
+    /// Sequences with few tokens take steps of one token, each one launch for the batch. Longer
+    /// chunks run sequence by sequence.
     ///
     /// # Shapes
     /// - as those of [`attend`](Self::attend), where m is at least the largest of `tokens`
@@ -45,15 +46,15 @@ impl KvCache {
         Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
     }
 
-    /// [`append`](Self::append) of another number of tokens for each sequence, as
-    /// [`attend_ragged`](Self::attend_ragged) does.
+    /// Appends a different number of tokens to each sequence, without attending: see
+    /// [`append`](Self::append) and [`attend_ragged`](Self::attend_ragged).
     ///
     /// # Shapes
     /// - as those of [`append`](Self::append), where m is at least the largest of `tokens`
     /// - `tokens`: one number for each sequence, 0 to m
     ///
     /// # Errors
-    /// As [`attend_ragged`](Self::attend_ragged).
+    /// Those of [`attend_ragged`](Self::attend_ragged).
     pub fn append_ragged(
         &mut self,
         key: Tensor<4>,
@@ -65,7 +66,7 @@ impl KvCache {
         let [_, key, value] = self.stored([key.clone(), key, value]);
         let steps = few(tokens);
         for step in 0..steps.iter().copied().max().unwrap_or(0) {
-            // A step that attends, for any query: there is no launch that only writes at positions.
+            // No launch only writes at positions, so this step attends with an arbitrary query.
             let [key, value] = [&key, &value].map(|side| side.clone().narrow(2, step, 1));
             self.step_each(key.clone(), key, value, &steps, step);
         }
@@ -80,8 +81,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// [`advance`](Self::advance) by another number of tokens for each sequence: 0 for one whose
-    /// position was below 0, whose memory holds no such tokens.
+    /// Computes [`advance`](Self::advance) by a different number of tokens per sequence: 0 for
+    /// sequences that steps skipped.
     ///
     /// # Errors
     /// [`Error::Shape`] for another number of sequences, [`Error::SequenceFull`], and those of
@@ -129,8 +130,8 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), len, &query.device())
     }
 
-    /// [`attend_ragged`](Self::attend_ragged) to values as they are stored, and with an output like
-    /// them.
+    /// Computes [`attend_ragged`](Self::attend_ragged). Query, key, value and output are in the
+    /// form that the cache stores.
     fn attend_each(
         &mut self,
         query: Tensor<4>,
@@ -170,7 +171,7 @@ impl KvCache {
         attention
     }
 
-    /// One step, number `step` of the `steps` of each sequence, without counting its tokens.
+    /// Runs step number `step` of the `steps` of each sequence, without counting its tokens.
     fn step_each(
         &mut self,
         query: Tensor<4>,
@@ -194,13 +195,14 @@ impl KvCache {
         self.lens.iter_mut().zip(tokens).for_each(|(len, n)| *len += n);
     }
 
-    /// The layout of a cache of one sequence like these.
+    /// Returns the layout of a cache of one sequence that is otherwise alike.
     pub(super) fn layout_of_one(&self) -> Result<CacheLayout> {
         let shape = CacheShape { batch: 1, ..self.layout.shape() };
         CacheLayout::new(self.layout.config(), shape)
     }
 
-    /// A copy of one sequence; `layout` is that of [`layout_of_one`](Self::layout_of_one).
+    /// Copies one sequence to a cache of its own, of layout
+    /// [`layout_of_one`](Self::layout_of_one).
     pub(super) fn alone(&self, sequence: usize, layout: CacheLayout) -> Self {
         debug_assert_eq!(check_sequence(sequence, self.lens.len()), Ok(()));
         let state = self.state.select(&self.layout, &layout, &[sequence]);
@@ -216,18 +218,18 @@ impl KvCache {
     }
 }
 
-/// The tokens of each sequence that are taken step by step: all of them or none.
+/// Returns the tokens of each sequence that are appended step by step: all of them or none.
 fn few(tokens: &[usize]) -> Vec<usize> {
     tokens.iter().map(|&n| if n <= FEW { n } else { 0 }).collect()
 }
 
-/// The sequences that are not in [`few`], and their tokens.
+/// Returns the sequences without tokens in [`few`], and their tokens.
 fn many(tokens: &[usize]) -> impl Iterator<Item = (usize, usize)> {
     tokens.iter().copied().enumerate().filter(|&(_, n)| n > FEW)
 }
 
 impl Attention {
-    /// Steps one after the other, and after them rows that take no part, up to `shape`.
+    /// Concatenates steps, and pads them with skipped rows to `shape`.
     fn of_steps(steps: Vec<Self>, shape: [usize; 4], query: &Tensor<4>) -> Self {
         let [batch, heads, m, width] = shape;
         let rest = m - steps.len();
@@ -245,7 +247,7 @@ impl Attention {
         }
     }
 
-    /// With rows that take no part, up to `m`.
+    /// Pads the result with skipped rows, up to `m`.
     fn padded(self, m: usize) -> Self {
         let [batch, heads, rows, width] = self.output.dims();
         if rows == m {

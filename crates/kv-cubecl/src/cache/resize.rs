@@ -1,4 +1,4 @@
-//! The same tokens in a cache for another number of them.
+//! Changes the capacity of a cache.
 
 use core::ops::Range;
 
@@ -11,14 +11,14 @@ use crate::{
 };
 
 impl KvCache {
-    /// Returns a cache of another capacity with the same tokens, in new memory. A prefix can be
-    /// stored with a capacity of exactly its tokens, and get more room when it is read.
+    /// Returns a cache of another capacity with the same tokens, in new memory. For example, a
+    /// prefix is stored with a capacity of exactly its tokens, and resized when it is loaded.
     ///
-    /// It continues like a cache of that capacity that was given the same tokens.
+    /// The new cache continues as if it had always had its capacity.
     ///
     /// # Errors
-    /// [`Error::CapacityExceeded`] for fewer tokens than it holds, and the errors of
-    /// [`new`](Self::new) for the capacity.
+    /// [`Error::CapacityExceeded`] if the cache holds more tokens, and the errors of
+    /// [`new`](Self::new).
     pub fn resized(&self, capacity: usize) -> Result<Self> {
         let len = self.len();
         if len > capacity {
@@ -36,12 +36,12 @@ impl KvCache {
 }
 
 impl State {
-    /// Copies the tensors of a cache of layout `from` into layout `to`, with the tokens that fit
-    /// both.
+    /// Copies the tensors of a cache from layout `from` to layout `to`, with the tokens that fit
+    /// into both.
     ///
-    /// What a region of a slice holds begins the same in both: a ring, of packed tokens or of float
-    /// rows, is shorter in one of them only where its capacity is, and then no token of either is
-    /// past the end of the shorter one.
+    /// A region of a slice starts with the same contents in both layouts. A ring is shorter in one
+    /// layout only if the capacity limits it, and then no token is past the end of the shorter
+    /// ring.
     fn resized(&self, from: &CacheLayout, to: &CacheLayout) -> Self {
         let CacheShape { batch, n_kv_heads, .. } = to.shape();
         let slices = to.slices();
@@ -87,8 +87,7 @@ impl State {
     }
 }
 
-/// The words of a slice that grow apart: those of codes, and of parameters where all tokens' share
-/// words.
+/// Returns the regions of a slice that grow separately: codes, and parameters if they share words.
 fn regions(side: &SideLayout) -> Vec<Range<usize>> {
     let words = side.slice_words();
     let codes = match side.packed() {

@@ -1,4 +1,4 @@
-//! Slots of a batch: a sequence is removed, and another takes its place.
+//! Reuses the slots of a batch: removes sequences, and admits or forks others.
 
 use burn::tensor::{Int, Tensor};
 
@@ -10,9 +10,8 @@ use crate::{
 };
 
 impl KvCache {
-    /// Forgets the tokens of one sequence. Its slot is free: the sequence is one of no tokens,
-    /// which [`admit`](Self::admit), [`fork`](Self::fork) or new tokens may fill. What a sequence
-    /// of no tokens has in memory is never read.
+    /// Removes all tokens of one sequence, which frees its slot for [`admit`](Self::admit),
+    /// [`fork`](Self::fork) or new tokens. The memory of an empty sequence is never read.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have or that holds no token.
@@ -22,14 +21,13 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies the one sequence of `cache` into a free slot, for example a prompt that was read
-    /// alone.
+    /// Copies the only sequence of `cache` into a free slot, for example after the prefill of a
+    /// prompt.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a slot that the batch does not have or that is not free and for
-    /// a `cache` of another batch than 1 or of no token, [`Error::Unsupported`] for one whose
-    /// configuration, heads, options or device are not those of this cache; nothing is then
-    /// written.
+    /// [`Error::InvalidConfig`] for a slot that does not exist or is not free, and for a `cache`
+    /// that is empty or has another batch than 1. [`Error::Unsupported`] for a `cache` whose
+    /// configuration, heads, options or device differ. On failure the cache is unchanged.
     pub fn admit(&mut self, sequence: usize, cache: &Self) -> Result<()> {
         self.check_free("sequence", sequence)?;
         let batch = cache.lens.len();
@@ -48,12 +46,12 @@ impl KvCache {
         Ok(())
     }
 
-    /// Copies one sequence into a free slot, from where both go on alone. A clone of the whole
-    /// cache copies nothing before either is written; this copies the memory of the one sequence.
+    /// Copies one sequence into a free slot; both then continue independently. The memory of the
+    /// sequence is copied at once, whereas a clone of the cache copies memory when it is written.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a sequence that the batch does not have, `from` one of no
-    /// token, or `to` one that is not free; nothing is then written.
+    /// [`Error::InvalidConfig`] for a sequence that the batch does not have, if `from` is empty, or
+    /// if `to` is not free. On failure the cache is unchanged.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
         self.check_holds(from)?;
         self.check_free("to", to)?;
@@ -63,7 +61,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Checks that there is such a sequence, and that it holds a token.
+    /// Checks that the batch has this sequence and that it holds a token.
     pub(super) fn check_holds(&self, sequence: usize) -> Result<()> {
         check_sequence(sequence, self.lens.len())?;
         match self.lens[sequence] {
@@ -72,7 +70,7 @@ impl KvCache {
         }
     }
 
-    /// Checks that there is such a slot, and that it is free.
+    /// Checks that the batch has this slot and that it is free.
     fn check_free(&self, field: &'static str, sequence: usize) -> Result<()> {
         let batch = self.lens.len();
         if sequence >= batch {
@@ -88,7 +86,8 @@ impl KvCache {
         }
     }
 
-    /// Checks that sequences of `other` can be sequences of this cache; the error is what differs.
+    /// Checks that sequences of `other` can be copied to this cache. The error names the first
+    /// difference.
     pub(super) fn check_alike(&self, other: &Self) -> Result<(), &'static str> {
         let heads = |cache: &Self| CacheShape { batch: 1, ..cache.layout.shape() };
         let parts = [
@@ -110,15 +109,16 @@ pub(super) fn check_sequence(sequence: usize, batch: usize) -> Result<()> {
 }
 
 impl State {
-    /// Overwrites one sequence of a cache of `layout` with `one`, the tensors of a cache of one
-    /// sequence that is otherwise like it; in place, if nothing else holds the tensors.
+    /// Overwrites one sequence of a cache with the layout `layout`. `one` has the tensors of a
+    /// cache of one sequence that is otherwise alike. Writes in place if the tensors are not
+    /// shared.
     pub(super) fn put(&mut self, layout: &CacheLayout, sequence: usize, one: &Self) {
         let slices = layout.slices() / layout.shape().batch;
         let assign = |words: Tensor<1, Int>, side: Side| {
             let n = slices * layout.sides()[side].slice_words();
             match n {
                 0 => words,
-                // There may be more words than those of the sequence.
+                // The tensor may have more words than the sequence.
                 _ => words.slice_assign(
                     sequence * n..(sequence + 1) * n,
                     one.packed_words(side).narrow(0, 0, n),

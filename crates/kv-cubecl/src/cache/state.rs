@@ -21,7 +21,7 @@ pub(super) struct State(Option<CacheState<Dispatch>>);
 /// Device position and rope table of one token.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepPosition<'a> {
-    /// i32 `[1]` or `[batch]`; `None` where the host counts.
+    /// i32 `[1]` or `[batch]`; `None` if the host counts tokens.
     pub(super) position: Option<Tensor<1, Int>>,
     pub(super) rope: Option<&'a RopeTable>,
 }
@@ -38,7 +38,7 @@ impl State {
         self.0.expect(LOST)
     }
 
-    /// Packed keys or values.
+    /// Returns the packed keys or values.
     pub(super) fn packed_words(&self, side: Side) -> Tensor<1, Int> {
         let CacheState { keys, values, .. } = self.tensors();
         Tensor::from_dispatch(match side {
@@ -47,7 +47,7 @@ impl State {
         })
     }
 
-    /// Sinks and rings.
+    /// Returns the sinks and rings.
     pub(super) fn floats(&self) -> Tensor<4> {
         Tensor::from_dispatch(self.tensors().floats.clone())
     }
@@ -64,7 +64,7 @@ impl State {
         Self::new(words, Tensor::zeros(layout.float_shape(), (device, float)))
     }
 
-    /// Takes tensors of the shapes and types that [`zeros`](Self::zeros) makes.
+    /// Wraps tensors of the shapes and types of [`zeros`](Self::zeros).
     ///
     /// # Errors
     /// [`Error::Shape`] naming a tensor that differs.
@@ -99,7 +99,7 @@ impl State {
         }
     }
 
-    /// [`KvCacheOps::write`], in place.
+    /// Calls [`KvCacheOps::write`], in place.
     pub(super) fn write(
         &mut self,
         key: Tensor<4>,
@@ -111,7 +111,8 @@ impl State {
         self.update(|state| (<Dispatch as KvCacheOps>::write(state, key, value, layout, len), ()));
     }
 
-    /// [`KvCacheOps::decode_attention`] of all rows of `query` over the first `tokens` of `len`.
+    /// Calls [`KvCacheOps::decode_attention`] with all rows of `query` and the first `tokens` of
+    /// `len` tokens.
     pub(super) fn decode(
         &self,
         query: Tensor<4>,
@@ -126,7 +127,7 @@ impl State {
         Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
     }
 
-    /// [`KvCacheOps::step`] of query, key and value, in place; returns the output.
+    /// Calls [`KvCacheOps::step`], in place, and returns the output.
     pub(super) fn step(
         &mut self,
         qkv: [Tensor<4>; 3],
@@ -171,9 +172,9 @@ impl State {
         *self = Self::new(words, floats);
     }
 
-    /// Puts codes, `[slices, tokens, words]`, and parameters, `[slices, words]`, in the place of
-    /// those of the tokens from `first` on, counted after the sinks: all tokens of some words of
-    /// parameters.
+    /// Overwrites the codes of the tokens from `first` on with `[slices, tokens, words]`, and their
+    /// parameters with `[slices, words]`. `first` is counted after the sinks. The tokens fill whole
+    /// words of parameters.
     pub(super) fn put_tokens(
         &mut self,
         layout: &CacheLayout,
@@ -215,7 +216,7 @@ impl State {
         });
     }
 
-    /// The tensors of some sequences of a batch with the layout `from`; `to` is theirs.
+    /// Copies the tensors of some sequences of a batch from layout `from` to layout `to`.
     pub(super) fn select(&self, from: &CacheLayout, to: &CacheLayout, sequences: &[usize]) -> Self {
         let floats = self.floats();
         let index: Vec<i32> = sequences.iter().map(|&sequence| sequence as i32).collect();
@@ -225,7 +226,7 @@ impl State {
         Self::of_sequences(to, Sides::from_fn(words), floats.select(0, index.clone()))
     }
 
-    /// The tensors of all sequences of several caches; `to` is their layout.
+    /// Copies the tensors of all sequences of several caches to layout `to`.
     pub(super) fn join<'a>(
         to: &CacheLayout,
         parts: impl Iterator<Item = (&'a CacheLayout, &'a Self)> + Clone,
@@ -238,8 +239,8 @@ impl State {
         Self::of_sequences(to, Sides::from_fn(words), Tensor::cat(floats.collect(), 0))
     }
 
-    /// The words of one side, `[batch, words]`, if there are any. The tensor may have more: see
-    /// [`SideLayout::words`](crate::layout::SideLayout::words).
+    /// Returns the words of one side, `[batch, words]`, if there are any. The tensor may have more
+    /// words: see [`SideLayout::words`](crate::layout::SideLayout::words).
     fn words(&self, layout: &CacheLayout, side: Side) -> Option<Tensor<2, Int>> {
         let (batch, words) = (layout.shape().batch, layout.sides()[side].slice_words());
         let words = layout.slices() / batch * words;
@@ -247,8 +248,7 @@ impl State {
             .then(|| self.packed_words(side).narrow(0, 0, batch * words).reshape([batch, words]))
     }
 
-    /// Tensors as [`zeros`](Self::zeros) makes them, with the words of each sequence and its float
-    /// rows.
+    /// Makes the tensors of [`zeros`](Self::zeros) from the words and float rows of each sequence.
     pub(super) fn of_sequences(
         layout: &CacheLayout,
         words: Sides<Option<Tensor<2, Int>>>,
@@ -279,7 +279,7 @@ impl State {
         let CacheShape { batch, n_kv_heads, .. } = layout.shape();
         let place = layout.sides()[side];
         let slice_words = place.slice_words();
-        // Rows as `quantize` gives them.
+        // Words in the order of `quantize`.
         let block_tokens = layout.shape().of_tokens(side, spec.block_tokens());
         let [_, _, rows, width] = shapes::packed(block_tokens, &spec);
         let words = self.words(layout, side)?;
@@ -287,7 +287,7 @@ impl State {
         if spec.packs_parameters() {
             let words = words.reshape([batch, n_kv_heads, 1, slice_words]);
             let packed = place.packed()?;
-            // Codes of all runs, then their parameters.
+            // The codes of all runs come first, then their parameters.
             let runs = place.packed_runs(tokens);
             let codes = runs.iter().map(|run| packed.codes(run.start)..packed.codes(run.end));
             let parameters = runs.iter().map(|run| {

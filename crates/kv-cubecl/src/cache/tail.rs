@@ -1,5 +1,5 @@
-//! Gathers the tail of a cache for attention of a chunk: the recent tokens, which some rows of the
-//! chunk may see in another form than the cache holds now.
+//! Gathers the tail of a cache for attention of a chunk: the recent tokens that some rows of the
+//! chunk may see in float and others quantized.
 
 use core::ops::Range;
 
@@ -13,12 +13,14 @@ use crate::{
 };
 
 impl KvCache {
-    /// First token that some row of a chunk of `tokens` sees in another form than the cache holds,
-    /// rounded down so that no block is split that is packed now or at the end of the chunk; 0
-    /// if the sinks would be split.
+    /// Returns the first token of the tail: the first token that some row of a chunk of `tokens`
+    /// sees in another form than the cache holds.
     ///
-    /// With a window whose tokens some rows of the chunk do not see, the first one that any of them
-    /// sees, as much rounded down: all that is seen beside the sinks is gathered.
+    /// If a sliding window hides cached tokens from some row, it is the first token after the sinks
+    /// that any row sees, so that all visible tokens but the sinks are gathered.
+    ///
+    /// The token is rounded down so that no block is split that is packed now or at the end of the
+    /// chunk, and to 0 if the sinks would be split.
     pub(super) fn split(&self, tokens: usize) -> usize {
         let (schedule, sides) = (self.layout.schedule(), self.layout.sides());
         let (now, then) = (schedule.counts(self.len()), schedule.counts(self.len() + tokens));
@@ -46,7 +48,8 @@ impl KvCache {
         schedule.begin(self.len() + tokens) > schedule.sink_tokens
     }
 
-    /// Keys or values from `split` on, the chunk's included, in float and fake-quantized.
+    /// Returns the keys or values from `split` on, including the chunk's, in float and
+    /// fake-quantized.
     pub(super) fn tail(
         &self,
         side: Side,
@@ -57,7 +60,7 @@ impl KvCache {
         let sinks = schedule.sink_tokens;
         let count = schedule.counts(self.len())[side];
         let grows = schedule.counts(self.len() + chunk.dims()[2])[side] > count;
-        // Parts that are what they are to every row: sinks, then packed tokens.
+        // Parts that look the same to every row: sinks, then packed tokens.
         let mut fixed = Vec::new();
         if split < sinks.min(self.len()) {
             fixed.extend(self.rows(split..sinks.min(self.len()), &place));
@@ -66,7 +69,7 @@ impl KvCache {
         if split.max(sinks) < quantized {
             fixed.extend(self.restore(side, split.max(sinks) - sinks..count));
         }
-        // Parts in float now, quantized to later rows.
+        // Parts that are in float now and quantized for later rows.
         let start = split.max(quantized).min(self.len());
         let mut recent: Vec<_> = self.rows(start..self.len(), &place);
         recent.push(store(chunk, self.layout.config().float));
@@ -85,7 +88,7 @@ impl KvCache {
         (with(fixed.clone(), recent), with(fixed, recent_hat))
     }
 
-    /// Float rows of consecutive tokens, in f32: one slice, or two where the ring wraps.
+    /// Returns the float rows of consecutive tokens in f32: one slice, or two if the ring wraps.
     fn rows(&self, tokens: Range<usize>, place: &SideLayout) -> Vec<Tensor<4>> {
         let floats = self.state.floats();
         let [batch, heads, _, width] = floats.dims();
@@ -97,7 +100,7 @@ impl KvCache {
                 .zip(first..)
                 .take_while(|&(token, expected)| place.row(token) == expected)
                 .count();
-            // Rows of the tensor may be narrower than those of a side.
+            // Rows of the tensor may be narrower than rows of a side.
             let start_row = (place.first_element + first * place.head_dim) / width;
             let part = floats.clone().narrow(2, start_row, run * place.head_dim / width);
             let part = part.reshape([batch, heads, run, place.head_dim]);

@@ -13,25 +13,28 @@ use crate::{
 };
 
 impl KvCache {
-    /// Forgets all tokens of one sequence but the first `len`: speculative decoding takes back the
-    /// tokens that were drafted and not accepted.
+    /// Removes all tokens of one sequence after the first `len`, for example drafted tokens that
+    /// speculative decoding rejects.
     ///
-    /// Keys that are quantized in groups of tokens cannot be in float again, so a sequence goes
+    /// Keys that are quantized in groups of tokens cannot return to float, so a sequence is cut
     /// back no further than [`shortest`](Self::shortest). Values, and keys in other formats, are
-    /// quantized one by one, and those that have been since `len` remain what they were restored
-    /// to: that form, rounded to the float type, is written back into the float rows where a
-    /// sequence of `len` tokens has them (after the Hadamard transform, if any). The state is
-    /// again what a cache holds after `len` tokens, if these had those rows from the start. When
-    /// they leave the residual again they are quantized again, which gives the codes they had: the
-    /// numbers that a group of codes stands for have the group's minimum and, where it has its
-    /// greatest code, its scale. Only groups far from 0 for their range, by more than 1500 steps of
-    /// their codes, and of rows of 16 bits, whose rounding may move a scale by its last bit, are
-    /// quantized from what was written back as any other number is. Where scales are powers of two,
-    /// a block may get the next one, and other codes for the same numbers.
+    /// quantized one by one. Those quantized after `len` are restored, rounded to the float type
+    /// and written to the float rows of a sequence of `len` tokens, after the Hadamard transform if
+    /// there is one. The cache is then as if `len` tokens with these rows had been appended.
+    ///
+    /// When restored tokens leave the residual again, they get the same codes, because restored
+    /// numbers have the minimum of their group and, if it has the largest code, its scale. There
+    /// are three exceptions:
+    ///
+    /// - Groups that are further from 0 than 1500 steps of their codes.
+    /// - Rows of 16 bits, whose rounding may change the last bit of a scale.
+    /// - Scales that are powers of two: a block may get the next power, and other codes for the
+    ///   same numbers.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
-    /// have, and for a `len` above its tokens or below the shortest; nothing is then written.
+    /// have, and for a `len` above its tokens or below the shortest. On failure the cache is
+    /// unchanged.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
         let shortest = self.shortest(sequence)?;
         let now = self.lens[sequence];
@@ -67,9 +70,8 @@ impl KvCache {
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
 
-    /// Truncates a sequence to its first `len` tokens, or to as many of them as leave exactly the
-    /// cache that was never given the others, and returns how many these are:
-    /// [`exact`](Self::exact).
+    /// Truncates a sequence to the [exact](Self::exact) number of tokens up to `len`, and returns
+    /// that number.
     ///
     /// # Errors
     /// Those of [`exact`](Self::exact).
@@ -79,14 +81,14 @@ impl KvCache {
         Ok(exact)
     }
 
-    /// The largest number of tokens up to `len` at which [`cut_back`](Self::cut_back) leaves the
-    /// cache of a sequence that never was longer, bit for bit.
+    /// Returns the largest number of tokens up to `len` at which [`cut_back`](Self::cut_back)
+    /// leaves the cache of a sequence that never was longer, bit for bit.
     ///
-    /// That is `len` itself where both sides are in float, or quantized as soon as they are
-    /// appended, and where no token was quantized since. Keys that are quantized in blocks are
-    /// whole at the end of each block. All other rows that were in float at `len` and are not now
-    /// are lost, so that only the sinks remain, as they do where a window has hidden tokens. What
-    /// is lost has to be computed again; [`truncate`](Self::truncate) restores it from its codes.
+    /// It is `len` itself if both sides are in float or quantized as soon as they are appended, or
+    /// if no token was quantized since. Keys that are quantized in blocks can be cut at the end of
+    /// each block. Other rows that were in float at `len` and are quantized now are lost. Then only
+    /// the sinks remain, as they do if a sliding window has hidden tokens. Lost tokens have to be
+    /// computed again; [`truncate`](Self::truncate) restores them from their codes instead.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
@@ -127,16 +129,17 @@ impl KvCache {
         }
     }
 
-    /// `now` where a window has hidden tokens, whose rows and codes are overwritten: a shorter
-    /// sequence would see some of them. How far back they still are depends on what the sequence
-    /// was before, so that none is given back.
+    /// Returns `now` if the sliding window has hidden tokens, else 0.
+    ///
+    /// A shorter sequence would see hidden tokens, whose rows and codes may be overwritten. How
+    /// many are left depends on the history of the sequence, so none is used.
     fn shortest_by_window(&self, now: usize) -> usize {
         let schedule = self.layout.schedule();
         if schedule.begin(now) > schedule.sink_tokens { now } else { 0 }
     }
 
-    /// Writes the rows of a side of one sequence that are quantized now, and would be in float if
-    /// it held `len` tokens, back into their float rows, where each token is quantized by itself.
+    /// Restores the tokens of one sequence that are quantized now and would be in float after `len`
+    /// tokens, and writes them to their float rows. Does nothing to sides quantized in blocks.
     fn restore_rows(&mut self, side: Side, sequence: usize, len: usize) {
         let schedule = self.layout.schedule();
         let place = self.layout.sides()[side];
@@ -145,7 +148,7 @@ impl KvCache {
         }
         let sinks = schedule.sink_tokens;
         let (then, now) = (schedule.counts(len)[side], schedule.counts(self.lens[sequence])[side]);
-        // Those that the shorter sequence does not have at all are forgotten.
+        // Tokens after `len` are dropped.
         let tokens = then..now.min(len.saturating_sub(sinks));
         if tokens.is_empty() {
             return;
@@ -163,7 +166,7 @@ impl KvCache {
 }
 
 impl SideLayout {
-    /// Consecutive tokens in runs whose float rows are adjacent.
+    /// Splits consecutive tokens into runs whose float rows are adjacent.
     fn runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for token in tokens {
@@ -177,8 +180,8 @@ impl SideLayout {
 }
 
 impl State {
-    /// Overwrites the float rows of consecutive tokens of one side of one sequence, which are
-    /// adjacent, with `rows` `[1, n_kv_heads, tokens, head_dim]`.
+    /// Overwrites the adjacent float rows of consecutive tokens of one sequence and side with
+    /// `rows` `[1, n_kv_heads, tokens, head_dim]`.
     fn put_rows(
         &mut self,
         sequence: usize,
@@ -188,7 +191,7 @@ impl State {
     ) {
         self.change(|words, floats| {
             let [_, heads, _, width] = floats.dims();
-            // Rows of the tensor may be narrower than those of a side.
+            // Rows of the tensor may be narrower than rows of a side.
             let first = place.element(tokens.start) / width;
             let n = tokens.len() * place.head_dim / width;
             let rows = rows.reshape([1, heads, n, width]);

@@ -17,7 +17,8 @@ const fn fills_words(format: KvFormat, group_size: usize) -> bool {
 }
 
 impl KvCacheConfig {
-    /// Returns whether the newest tokens must stay in float, as tokens are quantized in groups.
+    /// Returns whether the residual must hold a token. It may be empty if each token is quantized
+    /// by itself.
     const fn needs_residual(&self) -> bool {
         default_residual(self.keys, self.values) > 0
     }

@@ -1,4 +1,4 @@
-//! Which numbers form a group and share its parameter.
+//! How the numbers of a side form groups, each with one parameter.
 
 /// The numbers that share one parameter.
 #[derive(Clone, Copy, PartialEq, Eq)]

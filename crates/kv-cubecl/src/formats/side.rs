@@ -77,8 +77,8 @@ impl KvFormat {
         }
     }
 
-    /// Returns the format with one scale per token whose layout a [frame format](Self::FRAME_ONLY)
-    /// has, and every other format unchanged.
+    /// Replaces a [frame format](Self::FRAME_ONLY) by the format of the same codec with one scale
+    /// per token. Returns other formats unchanged.
     pub(crate) const fn with_token_scales(self) -> Self {
         let Some(&Stored { format, groups: Groups::Frame(_), .. }) = self.stored() else {
             return self;

@@ -45,7 +45,7 @@ const SMALLEST: f32 = f32::MIN_POSITIVE;
 const E4M3_MOST: u32 = E4M3.largest.to_bits() & MANTISSA;
 const E2M1_MOST: u32 = E2M1.largest.to_bits() & MANTISSA;
 
-/// 2^127, the largest magnitude whose restored number is certain to be finite.
+/// 2^127, whose restored number is finite.
 const LIMIT: f32 = f32::from_bits(0x7f00_0000);
 
 const fn spec(float: Minifloat) -> CodecSpec {

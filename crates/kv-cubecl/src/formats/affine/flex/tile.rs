@@ -1,4 +1,4 @@
-//! Sizes of what the kernels compute at a time, in floats and in integers.
+//! Rows and tiles that the float and integer kernels compute at a time.
 
 use crate::formats::flex::SCRATCH_ROWS;
 

@@ -30,7 +30,7 @@ impl<const BITS: usize, const ROWS: usize> Kernels<'_, BITS, ROWS> {
     fn in_integers(self) -> [Vec<f32>; 2] {
         let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
         let n = tokens;
-        // Filled with NaN, so that elements which the kernel fails to write are noticed.
+        // NaN marks elements that the kernel fails to write.
         let mut scores = vec![f32::NAN; ROWS * tokens];
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
@@ -47,7 +47,7 @@ impl<const BITS: usize, const ROWS: usize> WithSimd for Kernels<'_, BITS, ROWS> 
     fn with_simd<S: Simd>(self) -> Self::Output {
         let Self { keys, values, query, weights, tokens, head_dim: d, group_size: g } = self;
         let n = tokens;
-        // Filled with NaN, so that elements which the kernel fails to write are noticed.
+        // NaN marks elements that the kernel fails to write.
         let mut scores = vec![f32::NAN; ROWS * tokens];
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];

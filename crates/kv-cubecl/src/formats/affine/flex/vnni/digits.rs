@@ -15,8 +15,8 @@ const LARGEST: f32 = 0x3f_7f00 as f32;
 /// `x + ZERO` byte by byte, without borrowing, leaves three signed bytes whose value is x.
 const ZERO: u32 = 0x40_8080;
 
-/// The largest factor of a group counts as at least this, so that the division by it does not
-/// overflow. Factors below it are too small to change a softmax.
+/// The lower bound of a group's largest factor, so that the division by it does not overflow.
+/// Factors below it are too small to change a softmax.
 const SMALLEST: f32 = 1e-30;
 
 /// The sums that [`fold`] returns for the factors of a group, for each query row.

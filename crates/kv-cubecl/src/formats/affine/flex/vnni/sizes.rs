@@ -1,4 +1,4 @@
-//! Sizes of vectors and of what one instruction multiplies.
+//! The lanes, terms and digits of one instruction.
 
 /// 32-bit lanes of a vector.
 pub(super) const LANES: usize = 16;
