@@ -122,7 +122,7 @@ fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
     Ok(wanted.model.map_or(folder.clone(), |file| folder.join(file)))
 }
 
-/// A path that an environment variable names.
+/// Returns the path in an environment variable.
 fn set(name: &str) -> Option<PathBuf> {
     env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
@@ -158,7 +158,7 @@ fn open() -> Result<(Cache, Api)> {
     Ok((cache, api.build()?))
 }
 
-/// The commit of a repository that is in the cache, and its files there.
+/// Returns the commit of a repository in the cache, and its files there.
 fn known(cache: &Cache, repository: &Repo) -> Option<(String, Vec<String>)> {
     let revision = repository.revision();
     let of_branch = cache.path().join(repository.folder_name()).join("refs").join(revision);
@@ -204,7 +204,7 @@ fn is_gguf(file: &str) -> bool {
     file.ends_with(".gguf")
 }
 
-/// The files that belong to the one of a model in several parts: `NAME-00001-of-00003.gguf`.
+/// Lists the parts of a split model by the name of one, such as `NAME-00001-of-00003.gguf`.
 fn parts_of<'a>(file: &str, files: &'a [String]) -> Vec<&'a String> {
     let of = |file: &str| {
         let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;

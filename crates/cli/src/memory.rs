@@ -88,7 +88,7 @@ fn addresses(root: &Path) -> Option<u64> {
     Some(limit.saturating_sub(used * 1024))
 }
 
-/// The folder of a control group, and what its files are called.
+/// The folder of a control group, and the names of its files.
 struct Group {
     folder: PathBuf,
     limit: &'static str,
@@ -115,7 +115,7 @@ impl Group {
     }
 }
 
-/// The control groups that this program is in, of both versions.
+/// Lists the control groups of this program, of both versions.
 fn groups(root: &Path) -> Vec<Group> {
     let Ok(text) = fs::read_to_string(root.join("proc/self/cgroup")) else { return vec![] };
     let mut groups = vec![];

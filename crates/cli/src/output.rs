@@ -153,7 +153,7 @@ fn check(path: &Path) -> Result<To> {
     Ok(To::Replaced)
 }
 
-/// The file that is replaced: of a link, what it points to.
+/// Returns the file to replace: the target of a link, or the path itself.
 fn target(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| path.into())
 }
@@ -165,7 +165,7 @@ pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Held while a file is written, so that a program that is ended by a signal leaves no part of one.
+/// Held while a file is written, so a program that a signal ends leaves no unfinished file.
 pub(crate) fn writing() -> MutexGuard<'static, ()> {
     static WRITING: Mutex<()> = Mutex::new(());
     WRITING.lock().unwrap_or_else(PoisonError::into_inner)

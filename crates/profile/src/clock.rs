@@ -55,7 +55,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// The clock of a device that was compared with the host's once or twice.
+    /// Creates the clock of a device that was compared with the host's once or twice.
     pub(crate) fn new(first: Offset, last: Option<Offset>) -> Self {
         match last {
             Some(last) if last.at > first.at => {
@@ -71,7 +71,7 @@ impl Clock {
         }
     }
 
-    /// A time of the device as one of the host; times before the host's start are that.
+    /// Converts a time of the device to the host's clock, at least the host's start.
     pub(crate) fn host(&self, device: u64) -> u64 {
         let device = device as f64;
         let offset = self.first.nanoseconds + self.drift * (device - self.first.at);

@@ -27,7 +27,6 @@ pub(crate) struct Named {
     pub(crate) in_layer: bool,
 }
 
-/// The labels that were needed so far.
 #[derive(Debug, Default)]
 pub(crate) struct Labels {
     /// Names of the operations that read parameters.

@@ -218,7 +218,7 @@ fn malformed(path: &Path, why: impl ToString) -> Error {
     Error::Malformed { path: path.into(), why: why.to_string() }
 }
 
-/// The patches of a frame, rows of them from the top, colors from -1 to 1.
+/// Returns the patches of a frame row by row, with colors from -1 to 1.
 fn patches(frame: &Frame, patch: usize) -> impl Iterator<Item = Vec<f32>> {
     let along = Frame::SIZE / patch;
     (0..along * along).map(move |at| {
@@ -235,7 +235,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// A symmetric matrix of n rows times a vector.
+/// Multiplies a symmetric matrix by a vector.
 fn product(matrix: &[f64], vector: &[f64]) -> Vec<f64> {
     matrix.chunks(vector.len()).map(|row| dot(row, vector)).collect()
 }

@@ -102,7 +102,7 @@ impl Player {
     }
 }
 
-/// Where a step along one axis ends: before the wall it hits.
+/// Returns the end of a step along one axis, which is before the wall it hits.
 fn walked(from: f64, by: f64, hits: impl Fn(f64) -> bool) -> f64 {
     match hits(from + by) {
         false => from + by,

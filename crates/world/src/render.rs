@@ -104,7 +104,7 @@ impl Frame {
     }
 }
 
-/// A pixel of a column in which the wall takes `half` pixels above the horizon and as many below.
+/// Returns a pixel of a column whose wall takes `half` pixels above and below the horizon.
 fn row_color(row: usize, half: f64, wall: Rgb) -> Rgb {
     let middle = Frame::SIZE as f64 / 2.0;
     let (top, bottom) = (row as f64 - middle, row as f64 + 1.0 - middle);
@@ -122,7 +122,7 @@ fn row_color(row: usize, half: f64, wall: Rgb) -> Rgb {
         .fold([0.0; 3], |sum, (part, color)| core::array::from_fn(|i| sum[i] + part * color[i]))
 }
 
-/// The wall that a ray hits first.
+/// Finds the wall that a ray hits first.
 fn cast(maze: &Maze, from: [f64; 2], direction: [f64; 2]) -> Hit {
     let mut block = from.map(|at| at as usize);
     // Along each axis, how far the ray goes from one side of a block to the next, and to the first.
