@@ -1,4 +1,4 @@
-//! From what a user names to files on this machine.
+//! Finds the files of a model by path, or downloads them by its id on the hub.
 
 use std::{
     env, fs,
@@ -33,8 +33,8 @@ impl ModelSource {
     /// cache and is not downloaded again.
     ///
     /// # Errors
-    /// What is neither path nor id, a revision of a local path, a repository without weights or
-    /// with several GGUF files to choose from, and what the hub does not give.
+    /// A name that is neither path nor id, a revision of a local path, a repository without weights
+    /// or with several GGUF files to choose from, and a failed download.
     pub fn find(&self) -> Result<PathBuf> {
         resolve(&self.model, self.revision.as_deref())
     }
@@ -108,7 +108,7 @@ fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
         return Err(anyhow!("{commit:?} is no commit")).with_context(context);
     }
     let wanted = wanted(&files, id.file).with_context(|| format!("model {model}"))?;
-    // All files of one commit, whatever happens to the branch meanwhile.
+    // All files are of one commit, even if the branch changes meanwhile.
     let at = repository(&commit);
     let folder = cache.repo(at.clone()).pointer_path(&commit);
     let missing: Vec<_> = wanted.files.iter().filter(|file| !folder.join(file).exists()).collect();
@@ -196,7 +196,7 @@ impl<'a> Id<'a> {
 /// The files to download.
 struct Wanted {
     files: Vec<String>,
-    /// The file that is the model, where it is not the whole folder.
+    /// The file of the model, if it is not the whole folder.
     model: Option<String>,
 }
 

@@ -78,7 +78,7 @@ fn whole<'a>(files: &[(&'a str, &Path)]) -> Vec<(&'a str, PathBuf)> {
 
 /// Returns whether `file` exists and `model` is read from it.
 fn belongs(file: &Path, model: &Path) -> bool {
-    /// The files beside the weights.
+    /// The files of a model besides its weights.
     const BESIDE: [&str; 11] = [
         "config.json",
         "generation_config.json",

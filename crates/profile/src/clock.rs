@@ -1,9 +1,9 @@
-//! Two clocks, and how far the one is from the other.
+//! The offset between the clocks of device and host.
 //!
-//! A launch begins on the device after the host has issued it, and ends before the host has what it
-//! computed. So the device's clock is behind the host's by at least `issued - began` and at most
-//! `known - ended`, whatever either is set to. Of several launches the tightest of both count. Two
-//! such measurements, before a run and after it, give the drift between them.
+//! A launch begins on the device after the host has issued it, and ends before the host has its
+//! result. So the device's clock is behind the host's by at least `issued - began` and at most
+//! `known - ended`. Several launches narrow this range. Two such measurements, before and after a
+//! run, give the drift between them.
 
 /// One launch on both clocks, in nanoseconds.
 #[derive(Clone, Copy, Debug)]

@@ -148,7 +148,7 @@ impl LaunchObserver for Observer {
     }
 
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {
-        // CubeCL's own logger has read the measurement, which says how long and not when.
+        // CubeCL's logger has read the measurement, which has a duration but no start.
         self.0.log(|log| log.unmeasured += u64::from(log.issued.take().is_some()));
     }
 }
@@ -267,7 +267,7 @@ pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
 /// its result was known.
 fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
     let mut rounds = vec![];
-    // The first round only warms up: nothing says when it began.
+    // The first round warms up; its start is not known.
     let mut before = 0;
     for &known in known {
         let within = |launch: &&&Measured| (before..known).contains(&launch.issued.at);

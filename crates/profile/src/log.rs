@@ -10,9 +10,9 @@ use crate::label::Named;
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sum {
     pub(crate) count: u64,
-    /// Nanoseconds, without those of the spans within.
+    /// Nanoseconds without inner spans.
     pub(crate) own: u64,
-    /// Nanoseconds, with them.
+    /// Nanoseconds with inner spans.
     pub(crate) whole: u64,
 }
 

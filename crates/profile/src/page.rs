@@ -1,4 +1,4 @@
-//! From what was recorded to a page.
+//! Makes the page of a recording.
 
 use std::collections::HashMap;
 

@@ -63,11 +63,10 @@ impl Frame {
     /// Pixels along a side.
     pub const SIZE: usize = 48;
 
-    /// The view of a player.
+    /// Renders the view of a player.
     ///
-    /// For each ray the blocks it passes are visited one after the other (Amanatides and Woo,
-    /// 1987). How much of a pixel is wall is computed from where walls begin and end, so that edges
-    /// move smoothly.
+    /// Each ray visits the blocks on its way in turn (Amanatides and Woo, 1987). The share of wall
+    /// in a pixel is computed from the ends of walls, so edges move smoothly.
     pub fn render(maze: &Maze, player: &Player) -> Self {
         let size = Self::SIZE;
         let [ahead_x, ahead_y] = Player::direction(player.heading);

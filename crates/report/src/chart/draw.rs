@@ -1,5 +1,4 @@
-//! Draws a [`Chart`] with `plotters`. The legend has an area of its own beside the plot, so that it
-//! covers nothing.
+//! Draws a [`Chart`] with `plotters`. The legend has a separate area, so it covers nothing.
 
 use std::sync::OnceLock;
 
