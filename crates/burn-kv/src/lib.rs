@@ -28,7 +28,7 @@
 //!
 //! # Parts and features
 //!
-//! | module | feature | what it has |
+//! | module | feature | contents |
 //! |---|---|---|
 //! | [`cache`] | | caches, their operations, backends as type parameters |
 //! | [`models`] | `models` | language models that take a cache: load, generate, save |
@@ -36,7 +36,7 @@
 //! | [`eval`] | `eval` | perplexity and divergence by cache, speed, memory plans |
 //! | [`train`] | `train` | fine-tuning for a cache: prepare, train, convert |
 //!
-//! | feature | what it adds |
+//! | feature | adds |
 //! |---|---|
 //! | `flex` (on by default) | Burn's CPU backend |
 //! | `wgpu` | WGPU: Vulkan, Metal, DirectX 12 |

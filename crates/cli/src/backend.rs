@@ -19,8 +19,8 @@ pub enum Backend {
 /// in use is `Autodiff`.
 pub type Plain<T> = T;
 
-/// Calls `$run::<$wrap<Target>>($args)` for the chosen [`Backend`], or says which feature of the
-/// calling program builds it in.
+/// Calls `$run::<$wrap<Target>>($args)` for the chosen [`Backend`], or fails with the name of the
+/// feature that builds it in.
 #[macro_export]
 macro_rules! dispatch {
     ($backend:expr, $wrap:ident, $run:ident($($arg:expr),*)) => {

@@ -1,4 +1,4 @@
-//! From what a user names to files on this machine.
+//! Finds the files of a model by path, or downloads them by its id on the hub.
 
 use std::{
     env, fs,
@@ -33,8 +33,8 @@ impl ModelSource {
     /// cache and is not downloaded again.
     ///
     /// # Errors
-    /// What is neither path nor id, a revision of a local path, a repository without weights or
-    /// with several GGUF files to choose from, and what the hub does not give.
+    /// A name that is neither path nor id, a revision of a local path, a repository without weights
+    /// or with several GGUF files to choose from, and a failed download.
     pub fn find(&self) -> Result<PathBuf> {
         resolve(&self.model, self.revision.as_deref())
     }
@@ -108,7 +108,7 @@ fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
         return Err(anyhow!("{commit:?} is no commit")).with_context(context);
     }
     let wanted = wanted(&files, id.file).with_context(|| format!("model {model}"))?;
-    // All files of one commit, whatever happens to the branch meanwhile.
+    // All files are of one commit, even if the branch changes meanwhile.
     let at = repository(&commit);
     let folder = cache.repo(at.clone()).pointer_path(&commit);
     let missing: Vec<_> = wanted.files.iter().filter(|file| !folder.join(file).exists()).collect();
@@ -122,7 +122,7 @@ fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
     Ok(wanted.model.map_or(folder.clone(), |file| folder.join(file)))
 }
 
-/// A path that an environment variable names.
+/// Returns the path in an environment variable.
 fn set(name: &str) -> Option<PathBuf> {
     env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
@@ -158,7 +158,7 @@ fn open() -> Result<(Cache, Api)> {
     Ok((cache, api.build()?))
 }
 
-/// The commit of a repository that is in the cache, and its files there.
+/// Returns the commit of a repository in the cache, and its files there.
 fn known(cache: &Cache, repository: &Repo) -> Option<(String, Vec<String>)> {
     let revision = repository.revision();
     let of_branch = cache.path().join(repository.folder_name()).join("refs").join(revision);
@@ -196,7 +196,7 @@ impl<'a> Id<'a> {
 /// The files to download.
 struct Wanted {
     files: Vec<String>,
-    /// The file that is the model, where it is not the whole folder.
+    /// The file of the model, if it is not the whole folder.
     model: Option<String>,
 }
 
@@ -204,7 +204,7 @@ fn is_gguf(file: &str) -> bool {
     file.ends_with(".gguf")
 }
 
-/// The files that belong to the one of a model in several parts: `NAME-00001-of-00003.gguf`.
+/// Lists the parts of a split model by the name of one, such as `NAME-00001-of-00003.gguf`.
 fn parts_of<'a>(file: &str, files: &'a [String]) -> Vec<&'a String> {
     let of = |file: &str| {
         let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;

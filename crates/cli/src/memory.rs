@@ -88,7 +88,7 @@ fn addresses(root: &Path) -> Option<u64> {
     Some(limit.saturating_sub(used * 1024))
 }
 
-/// The folder of a control group, and what its files are called.
+/// The folder of a control group, and the names of its files.
 struct Group {
     folder: PathBuf,
     limit: &'static str,
@@ -96,12 +96,12 @@ struct Group {
 }
 
 impl Group {
-    /// Bytes that it may still take; those of files in memory, which the kernel drops, count as not
-    /// taken.
+    /// Bytes that it may still allocate. Cached files do not count as taken, because the kernel
+    /// drops them.
     fn left(&self) -> Option<u64> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-        // Without a limit, the file says `max`, or in the first version a number beyond all memory.
+        // Without a limit, the file holds `max`, or in version 1 a number beyond all memory.
         let limit = number(self.limit)?;
         let files = read("memory.stat").map_or(0, |text| {
             let of = |line: &str| {
@@ -115,7 +115,7 @@ impl Group {
     }
 }
 
-/// The control groups that this program is in, of both versions.
+/// Lists the control groups of this program, of both versions.
 fn groups(root: &Path) -> Vec<Group> {
     let Ok(text) = fs::read_to_string(root.join("proc/self/cgroup")) else { return vec![] };
     let mut groups = vec![];
@@ -134,7 +134,7 @@ fn groups(root: &Path) -> Vec<Group> {
             _ => continue,
         };
         let base = root.join(base);
-        // In a container, what is mounted may be the group itself, whose path is that outside.
+        // In a container, the mount may be the group itself, with its path outside.
         let mut at = Some(Path::new(path.trim_start_matches('/')));
         while let Some(below) = at {
             groups.push(Group { folder: base.join(below), limit, used });

@@ -58,7 +58,7 @@ impl Screen {
     }
 }
 
-/// Tells on standard error what the user may not expect, if anyone reads there.
+/// Prints a note for the user on standard error, and ignores errors.
 pub fn note(text: impl Display) {
     let _ = writeln!(io::stderr(), "note: {text}");
 }
@@ -90,7 +90,7 @@ pub struct OutFile {
 #[derive(Debug)]
 enum To {
     Stdout,
-    /// A new file, which is written beside the one that it takes the place of.
+    /// A temporary file in the same folder, which replaces the named one.
     Replaced,
     /// Not a regular file: a pipe or a terminal, for example.
     Direct(File),
@@ -139,7 +139,7 @@ fn check(path: &Path) -> Result<To> {
     match fs::metadata(path) {
         Ok(found) if found.is_dir() => bail!("is a folder"),
         Ok(found) => {
-            // Opening for appending leaves what is there as it is.
+            // Opening for appending does not change the file.
             let file = OpenOptions::new().append(true).open(path)?;
             if !found.is_file() {
                 return Ok(To::Direct(file));
@@ -153,7 +153,7 @@ fn check(path: &Path) -> Result<To> {
     Ok(To::Replaced)
 }
 
-/// The file that is replaced: of a link, what it points to.
+/// Returns the file to replace: the target of a link, or the path itself.
 fn target(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| path.into())
 }
@@ -165,7 +165,7 @@ pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Held while a file is written, so that a program that is ended by a signal leaves no part of one.
+/// Held while a file is written, so a program that a signal ends leaves no unfinished file.
 pub(crate) fn writing() -> MutexGuard<'static, ()> {
     static WRITING: Mutex<()> = Mutex::new(());
     WRITING.lock().unwrap_or_else(PoisonError::into_inner)

@@ -63,7 +63,7 @@ impl<'a> NamedFiles<'a> {
     }
 }
 
-/// The files with their whole paths; a new file is in its folder.
+/// Returns the files with canonical paths; a new file has its folder's.
 fn whole<'a>(files: &[(&'a str, &Path)]) -> Vec<(&'a str, PathBuf)> {
     let whole = |path: &Path| {
         path.canonicalize().ok().or_else(|| {
@@ -76,9 +76,9 @@ fn whole<'a>(files: &[(&'a str, &Path)]) -> Vec<(&'a str, PathBuf)> {
     files.iter().map(|(name, path)| (*name, or_as_named(path))).collect()
 }
 
-/// Returns whether `file` is there and `model` is read from it.
+/// Returns whether `file` exists and `model` is read from it.
 fn belongs(file: &Path, model: &Path) -> bool {
-    /// The files beside the weights.
+    /// The files of a model besides its weights.
     const BESIDE: [&str; 11] = [
         "config.json",
         "generation_config.json",

@@ -1,19 +1,19 @@
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar on standard error that counts `total` tokens and says how long the rest takes, with a
-/// message behind it. Nothing is drawn where standard error is no terminal.
+/// Creates a progress bar of `total` tokens with a message. It is drawn only if standard error is a
+/// terminal.
 pub fn token_bar(total: usize) -> ProgressBar {
     bar(total, "{bar:20} {pos}/{len} tokens, {eta} left  {wide_msg}")
 }
 
-/// A bar on standard error that counts the `total` bytes of a model and says how long the rest
-/// takes. Nothing is drawn where standard error is no terminal.
+/// Creates a progress bar of a model's `total` bytes. It is drawn only if standard error is a
+/// terminal.
 pub fn load_bar(total: usize) -> ProgressBar {
     bar(total, "{bar:20} {decimal_bytes}/{decimal_total_bytes} loaded, {eta} left")
 }
 
-/// A bar on standard error that counts windows of a text, whose number is set later, and says how
-/// long the rest takes. Nothing is drawn where standard error is no terminal.
+/// Creates a progress bar of eval windows, whose number is set later. It is drawn only if standard
+/// error is a terminal.
 pub fn window_bar() -> ProgressBar {
     bar(0, "{bar:20} {pos}/{len} windows, {eta} left")
 }

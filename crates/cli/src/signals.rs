@@ -9,8 +9,7 @@ use crate::output::writing;
 /// The exit code of a program that was interrupted.
 pub const INTERRUPTED: u8 = 130;
 
-/// Ends the program with [`INTERRUPTED`]. A file that is being written is finished first, so that
-/// no part of one is left.
+/// Ends the program with [`INTERRUPTED`]. A file that is being written is finished first.
 pub fn exit_interrupted() -> ! {
     let _whole = writing();
     exit(INTERRUPTED.into())

@@ -67,8 +67,8 @@ fn keep_freed_memory() {
     give_back_after(-1);
 }
 
-/// Does what needs much memory once, such as a load, after which mimalloc, if it is the allocator,
-/// keeps none of what was freed.
+/// Runs `work` that needs much memory once, such as a load. If mimalloc is the allocator, it then
+/// releases all freed memory.
 pub fn once<T>(work: impl FnOnce() -> T) -> T {
     give_back_after(0);
     let done = work();

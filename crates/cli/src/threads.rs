@@ -16,7 +16,7 @@ impl ThreadArgs {
     /// core. Must be called before anything is computed.
     ///
     /// # Errors
-    /// What the system says when threads cannot be started.
+    /// Threads that cannot be started.
     pub fn start(self) -> Result<()> {
         let Some(n) = self.threads else { return Ok(()) };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(n.into());

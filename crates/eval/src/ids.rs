@@ -4,7 +4,6 @@ use kv_models::LanguageModel;
 
 use crate::{Error, Result};
 
-/// Checks that the model knows every id.
 pub(crate) fn check(ids: &[u32], model: &LanguageModel) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= model.vocab_size()) {
         None => Ok(()),

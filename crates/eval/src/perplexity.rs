@@ -43,7 +43,6 @@ pub struct Progress<'a> {
     pub perplexities: &'a [(String, f64)],
 }
 
-/// Scores of one cache.
 struct Tally {
     config: ModelCacheConfig,
     nll: Vec<f32>,
@@ -229,7 +228,6 @@ fn head(model: &LanguageModel, hidden: &Tensor<2>, start: usize, rows: usize) ->
     model.head(hidden.clone().narrow(0, start, rows).unsqueeze_dim(0))
 }
 
-/// Adds the losses of `targets`.
 fn score(tally: &mut Tally, logits: &[f32], targets: &[u32]) {
     let _span = trace_span!(target: OPERATION, "score").entered();
     tally.nll.extend(negative_log_likelihood(logits, targets));

@@ -285,7 +285,6 @@ impl Report {
         Ok((html, written))
     }
 
-    /// Lists the models without repetition.
     fn models(&self) -> Vec<&str> {
         let mut models: Vec<&str> = Vec::new();
         for run in &self.runs {

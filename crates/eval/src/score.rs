@@ -10,7 +10,6 @@ pub(crate) fn negative_log_likelihood(logits: &[f32], targets: &[u32]) -> Vec<f3
     rows.map(|(row, &target)| (log_sum_exp(row) - f64::from(row[target as usize])) as f32).collect()
 }
 
-/// One row of logits compared with the float run's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Divergence {
     /// Kullback-Leibler divergence in nats of the row's distribution from the float one,

@@ -242,7 +242,6 @@ impl Twin {
         sum / self.steps.len() as f64
     }
 
-    /// Returns the layers as a table, with a row for each side.
     fn table(&self) -> Table {
         let mut table = Table::new([
             "layer",

@@ -1,5 +1,5 @@
-//! The repository's two models: what a 2-bit cache costs the first, and how much of that training
-//! recovered in the second.
+//! The repository's two models: the loss of the first with a 2-bit cache, and the part of it that
+//! training recovered in the second.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use std::path::Path;
@@ -10,8 +10,7 @@ use kv_models::{LanguageModel, ModelCacheConfig};
 
 const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
 
-/// The runs with a float cache and with `caches`, on what the report of `kv-eval` without a command
-/// covers.
+/// Returns the runs with a float cache and with `caches` on the default text of `kv-eval`.
 fn runs(model: &LanguageModel, ids: &[u32], caches: &[ModelCacheConfig]) -> Vec<Run> {
     let (device, window) = (On::<Flex>::open().unwrap(), model.max_positions());
     let plan =
@@ -20,7 +19,7 @@ fn runs(model: &LanguageModel, ids: &[u32], caches: &[ModelCacheConfig]) -> Vec<
 }
 
 #[test]
-fn training_wins_back_most_of_what_two_bits_cost() {
+fn training_recovers_most_of_the_loss_by_two_bits() {
     let device = On::<Flex>::open().unwrap();
     let [base, tuned] = ["austen", "austen-k2v2-gflush"]
         .map(|folder| kv_models::load(Path::new(MODELS).join(folder), &device).unwrap());
@@ -34,10 +33,9 @@ fn training_wins_back_most_of_what_two_bits_cost() {
     let after = runs(&tuned.model, &ids, &[k2v2]);
     let [float, four_bits, two_bits] = [0, 1, 2].map(|run| before[run].perplexity);
     let cost = two_bits - float;
-    // Clearly more than the fraction of a percent that codes at rounding edges cause by float
-    // noise.
+    // Clearly more than the fraction of a percent that float noise causes by flipping codes.
     assert!(cost > 0.1 * float, "{two_bits} against {float}");
-    // The step between two 4-bit codes is a fifth of that of 2 bits, and its squared error a
+    // The step between two 4-bit codes is a fifth of the 2-bit step, so its squared error is a
     // twenty-fifth.
     assert!(four_bits - float < cost / 10.0, "{four_bits} and {two_bits} against {float}");
     let won_back = (two_bits - after[1].perplexity) / cost;

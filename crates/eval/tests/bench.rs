@@ -1,5 +1,4 @@
-//! `kv-eval bench`: every benchmark runs, reports what it was asked for, and names a wrong
-//! argument.
+//! `kv-eval bench`: every benchmark runs, reports its points, and names a wrong argument.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -10,7 +9,7 @@ use std::fs;
 use common::{Workspace, kv_eval};
 use serde_json::Value;
 
-/// Runs a benchmark with `--json` and returns what it wrote.
+/// Runs a benchmark with `--json` and returns the JSON.
 #[track_caller]
 fn bench(space: &Workspace, args: &[&str]) -> Value {
     let json = space.path("bench.json");
@@ -30,7 +29,7 @@ fn assert_timing(timing: &Value) {
     assert!(0.0 < low && low <= median && median <= high, "{timing}");
 }
 
-/// Cache and context of every point.
+/// Returns cache and context of every point.
 fn points(report: &Value) -> Vec<(String, u64)> {
     let points = report["points"].as_array().unwrap().iter();
     points
@@ -58,7 +57,7 @@ fn decode_attention_times_each_cache_at_each_context() {
             .inspect(|point| assert_timing(&point["seconds"]))
             .map(|point| point["bytes_read"].as_u64().unwrap())
             .collect();
-        // 40 tokens are all in the window; of 300, most are quantized.
+        // All of 40 tokens are in the residual; most of 300 are quantized.
         assert_eq!(bytes[0], bytes[1]);
         assert!(bytes[3] < bytes[2] * 2 / 3, "{bytes:?}");
     }
@@ -66,7 +65,7 @@ fn decode_attention_times_each_cache_at_each_context() {
 }
 
 #[test]
-fn flush_tells_the_steps_in_which_keys_leave_the_window() {
+fn flush_times_steps_that_flush_keys_separately() {
     let space = Workspace::new();
     let args = ["flush", "--contexts", "64", "--cache", "float", "--cache", "k2v2-g16-r16"];
     let report = bench(&space, &args);
@@ -75,7 +74,7 @@ fn flush_tells_the_steps_in_which_keys_leave_the_window() {
     for field in ["append", "append_flush", "step", "step_flush"] {
         assert_timing(&points[1][field]);
     }
-    // Two windows of 16 steps were timed, with one flush in each.
+    // Two periods of 16 steps were timed, with one flush in each.
     assert_eq!(points[1]["append_flush"]["samples"], 2);
     assert_eq!(points[1]["append"]["samples"], 30);
 }
@@ -107,7 +106,7 @@ fn models_decode_and_prefill() {
 }
 
 #[test]
-fn prompts_and_tokens_by_depth() {
+fn llm_times_prompts_and_tokens_by_depth() {
     let space = Workspace::new();
     let (model, json) = (space.model(), space.path("llm.json"));
     let args = ["--model", &model, "--prompt", "20", "--generate", "50", "--depths", "0,30"];
@@ -129,7 +128,7 @@ fn prompts_and_tokens_by_depth() {
 }
 
 #[test]
-fn batches_decode_side_by_side() {
+fn decode_compares_batch_sizes() {
     let space = Workspace::new();
     let model = space.model();
     let args = ["decode", "--model", &model, "--contexts", "20,60", "--cache", "k2v2-g16-r16"];
@@ -146,7 +145,7 @@ fn batches_decode_side_by_side() {
 }
 
 #[test]
-fn contexts_end_where_the_model_does_and_no_tokenizer_is_needed() {
+fn contexts_are_within_the_models_limit_and_no_tokenizer_is_needed() {
     let space = Workspace::new();
     let model = space.model();
     fs::remove_file(space.path("model/tokenizer.json")).unwrap();
@@ -161,7 +160,7 @@ fn contexts_end_where_the_model_does_and_no_tokenizer_is_needed() {
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn recorded_steps_are_timed_beside_launched_ones() {
+fn captured_steps_are_compared_with_launched_ones() {
     let space = Workspace::new();
     let (model, on) =
         (space.model(), ["--recorded", "--backend", "wgpu", "--cache", "k2v2-g16-r16"]);
@@ -212,11 +211,11 @@ fn a_wrong_argument_is_named() {
         ),
         (
             vec!["decode-attention", "--recorded", "--contexts", "40", "--working-set", "0"],
-            "recorded true: flex cannot record",
+            "recorded true: flex cannot capture",
         ),
         (
             vec!["decode", "--recorded", "--model", &model, "--contexts", "20", "--cache", "float"],
-            "recorded true: flex cannot record",
+            "recorded true: flex cannot capture",
         ),
     ] {
         let outcome = kv_eval(&[&["bench"], &args[..]].concat());

@@ -1,4 +1,4 @@
-//! Windows that start with a begin-of-text token, against the transformers library; see
+//! Eval windows with a begin-of-text token, compared with the transformers library; see
 //! `crates/models/tests/fixtures/README.md`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -20,7 +20,7 @@ fn expected() -> Value {
     serde_json::from_slice(&fs::read(fixture("expected.json")).unwrap()).unwrap()
 }
 
-/// The tiny Llama, its tokenizer, and a text.
+/// Creates a workspace with the tiny Llama, its tokenizer, and a text.
 fn workspace() -> (Workspace, Value) {
     let (space, expected) = (Workspace::new(), expected());
     fs::copy(fixture("tokenizer.json"), Path::new(&space.model()).join("tokenizer.json")).unwrap();
@@ -36,7 +36,7 @@ fn nll(device: &On<Flex>, model: &LanguageModel, plan: &Plan) -> (f64, usize) {
 }
 
 #[test]
-fn windows_with_bos_score_what_transformers_scores() {
+fn windows_with_bos_have_the_scores_of_transformers() {
     let device = On::<Flex>::open().unwrap();
     let (space, expected) = workspace();
     let Loaded { model, tokenizer, .. } = load(space.model(), &device).unwrap();
@@ -60,7 +60,7 @@ fn windows_with_bos_score_what_transformers_scores() {
 }
 
 #[test]
-fn strides_score_every_token_once_behind_bos() {
+fn strides_score_every_token_once_after_bos() {
     let device = On::<Flex>::open().unwrap();
     let (space, _) = workspace();
     let model = load(space.model(), &device).unwrap().model;
@@ -74,7 +74,7 @@ fn strides_score_every_token_once_behind_bos() {
         let plan = plan(40).unwrap().with_bos(&model, 1).unwrap().with_stride(stride).unwrap();
         assert_eq!(plan.scored_tokens(), 100, "{stride}");
     }
-    // In a window of 101 every token sees all tokens before it, whatever the stride.
+    // In a window of 101 every token sees all tokens before it, with any stride.
     let strided = whole.clone().with_stride(7).unwrap();
     let (a, b) = (nll(&device, &model, &whole), nll(&device, &model, &strided));
     assert!((a.0 - b.0).abs() < 1e-5 && a.1 == b.1, "{a:?} {b:?}");

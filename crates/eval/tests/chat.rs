@@ -1,5 +1,5 @@
-//! Conversations with a model: the prompt it is given, and why it stops. SmolLM2 answers a plain
-//! question.
+//! Conversations with a model: the prompt, and the reason why an answer ends. SmolLM2 answers a
+//! plain question.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -39,7 +39,7 @@ fn assert_printed(outcome: &Outcome, parts: &[&str]) {
 }
 
 #[test]
-fn the_template_is_used_where_there_is_one() {
+fn the_template_is_used_if_the_model_has_one() {
     let (space, plain) = (with_template(), Workspace::new());
     let n = "[user] hi\n>".len();
     let by_default = generate(&space, &["--prompt", "hi"]);
@@ -58,7 +58,7 @@ fn the_template_is_used_where_there_is_one() {
 }
 
 #[test]
-fn the_reason_of_stopping_is_told() {
+fn the_reason_for_stopping_is_printed() {
     let space = with_template();
     let stops = |more: &[&str], reason: &str| {
         let all = [&["--prompt", "hi", "--no-chat"], more].concat();
@@ -88,7 +88,7 @@ fn a_conversation_is_read_line_by_line() {
 }
 
 #[test]
-fn what_cannot_be_talked_to_is_named() {
+fn errors_are_named() {
     let (space, plain) = (with_template(), Workspace::new());
     for (space, more, message) in [
         (
@@ -98,7 +98,7 @@ fn what_cannot_be_talked_to_is_named() {
         ),
         (&plain, &["--prompt", "hi", "--system", "x"], "system: the model's files have no"),
         (&plain, &[], "prompt: none given"),
-        (&plain, &["--prompt", ""], "prompt: has no token"),
+        (&plain, &["--prompt", ""], "prompt: must have at least one token"),
         (&space, &["--prompt", "hi", "--prompt-tokens", "1"], "prompt-tokens: the model's chat"),
         (&space, &["--prompt", "hi", "--bos"], "bos: the model's chat template decides that"),
         (&space, &["--prompt", "hi", "--top-k", "5"], "top_k = 5: chooses among likely tokens"),
@@ -116,10 +116,10 @@ fn what_cannot_be_talked_to_is_named() {
 }
 
 #[test]
-fn a_text_is_read_no_further_than_for_its_tokens() {
+fn a_text_is_read_only_up_to_the_requested_tokens() {
     let space = Workspace::new();
     let text = fs::read(space.text()).unwrap();
-    // The byte that is not UTF-8 comes long after the tokens that are asked for.
+    // The byte that is not UTF-8 comes long after the requested tokens.
     let long = [&text.repeat(1000)[..], b"\xff"].concat();
     fs::write(space.text(), long).unwrap();
     let (model, text) = (space.model(), space.text());
@@ -144,6 +144,6 @@ fn smollm2_knows_the_capital_of_france() {
     let outcome = kv_eval(&["generate", "--chat", "--model", &model, "--prompt", question]);
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     assert!(outcome.stdout.contains("Paris"), "{}", outcome.stdout);
-    // As many as transformers' `apply_chat_template` gives.
+    // The number of tokens of transformers' `apply_chat_template`.
     assert!(outcome.stderr.contains("prefill 37 tokens"), "{}", outcome.stderr);
 }

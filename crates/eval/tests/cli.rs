@@ -1,4 +1,4 @@
-//! The program as users run it: results, and one clear line for each mistake.
+//! The program as users run it: results, and one line for each error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -11,7 +11,7 @@ use std::{
 
 use common::{Outcome, Workspace, kv_eval};
 
-/// The program failed with exactly one line, which holds all of `parts`, and did not panic.
+/// Asserts that the program failed with exactly one line that contains all of `parts`.
 #[track_caller]
 fn assert_one_line(outcome: &Outcome, parts: &[&str]) {
     assert_ne!(outcome.code, 0, "it succeeded: {}", outcome.stdout);
@@ -57,13 +57,13 @@ fn streaming_equals_parallel_and_the_report_is_complete() {
             (&"streaming".into(), &"parallel".into())
         );
         for run in [streamed, parallel] {
-            // Windows of 90, 90 and 20 tokens, each scoring all but its first.
+            // Windows of 90, 90 and 20 tokens score all but their first token.
             assert_eq!(run["tokens"], 197);
             assert!((number(run, "perplexity") - number(run, "nll").exp()).abs() < 1e-9);
             assert!(number(run, "seconds") > 0.0 && number(run, "nll_stderr") > 0.0);
             assert!(number(run, "kl_mean") <= number(run, "kl_p999"));
         }
-        // The bytes the parallel form reports are those the streaming cache allocated.
+        // The parallel form reports the bytes that the streaming cache allocated.
         assert_eq!(streamed["cache_bytes"], parallel["cache_bytes"]);
         // With a float cache only float noise; with 2 bits, also codes that flip at rounding edges.
         let bound = if streamed["cache"] == "float" { 1e-4 } else { 2e-2 };
@@ -78,7 +78,7 @@ fn streaming_equals_parallel_and_the_report_is_complete() {
 }
 
 #[test]
-fn a_sliding_window_is_served_past_its_length() {
+fn a_sliding_window_is_evaluated_past_its_length() {
     let space = Workspace::new();
     let json = space.path("report.json");
     let within = ["--window", "90", "--tokens", "200", "--json", &json];
@@ -133,7 +133,7 @@ fn a_report_folder_has_the_page_and_its_charts() {
         assert!(page.contains(part), "{part}");
     }
 
-    // Without a cache to compare there is less to draw.
+    // Without a quantized cache there are fewer charts.
     let folder = space.path("float");
     let outcome = ppl(&space, &["--tokens", "60", "--report", &folder]);
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
@@ -145,7 +145,7 @@ fn a_report_folder_has_the_page_and_its_charts() {
 }
 
 #[test]
-fn a_models_own_cache_is_picked_up() {
+fn a_models_own_cache_is_the_default() {
     let space = Workspace::new();
     let (model, own) = (space.model(), "k2v2-g16-r32-s3");
     space.write_cache(&model);
@@ -193,7 +193,7 @@ fn without_a_command_the_two_models_are_compared() {
     ];
     assert_eq!(runs, expected);
     assert_eq!(report["window"], 300);
-    // One table, each run in a line.
+    // The table has a line per run.
     let lines: Vec<&str> = outcome.stdout.lines().collect();
     for (model, cache) in expected {
         let row = |line: &&str| line.starts_with(model) && line.contains(&format!(" {cache} "));
@@ -228,9 +228,9 @@ fn generation_streams_text_and_is_reproducible() {
     }
 }
 
-/// The report names the threads that computed, not the cores of the machine.
+/// The report names the number of compute threads, not of cores.
 #[test]
-fn threads_are_as_many_as_asked_for() {
+fn threads_argument_sets_the_number_of_threads() {
     let space = Workspace::new();
     for (name, n) in [("--threads", "3"), ("-t", "5")] {
         let json = space.path("threads.json");
@@ -290,7 +290,7 @@ fn a_truncated_gguf_is_named() {
 }
 
 #[test]
-fn foreign_missing_and_misshapen_weights_are_named() {
+fn unknown_missing_and_misshapen_weights_are_named() {
     let space = Workspace::new();
     space.rewrite_weights(|_, _| None);
     assert_one_line(&ppl(&space, &[]), &["model.safetensors"]);
@@ -363,7 +363,7 @@ fn contexts_beyond_the_model_or_the_cache_are_errors() {
 }
 
 #[test]
-fn what_is_not_there_is_named() {
+fn missing_files_are_named() {
     let space = Workspace::new();
     let text = space.text();
     let gone = kv_eval(&["ppl", "--model", "no-such-model", "--text", &text]);
@@ -373,7 +373,7 @@ fn what_is_not_there_is_named() {
     assert_one_line(&ppl(&space, &["--backend", "tpu"]), &["tpu", "flex, wgpu, cuda"]);
 }
 
-/// Runs the program with an input and with standard output to `sink`, and returns code and errors.
+/// Runs the program with an input and standard output to `sink`. Returns exit code and errors.
 #[cfg(unix)]
 fn kv_eval_into(sink: impl Into<Stdio>, args: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
@@ -383,13 +383,13 @@ fn kv_eval_into(sink: impl Into<Stdio>, args: &[&str]) -> (Option<i32>, String) 
 
 #[cfg(unix)]
 #[test]
-fn a_reader_that_goes_away_is_no_mistake() {
+fn a_closed_output_is_not_an_error() {
     let space = Workspace::new();
     let (model, text, json) = (space.model(), space.text(), space.path("report.json"));
     let closed = || std::io::pipe().unwrap().1;
     let args = ["ppl", "--model", &model, "--text", &text, "--tokens", "60", "--json", &json];
     assert_eq!(kv_eval_into(closed(), &args), (Some(0), String::new()));
-    // The JSON file, which does not go to that reader, was written.
+    // The JSON file, which is not the closed output, was written.
     assert!(fs::read_to_string(&json).unwrap().contains("perplexity"));
     assert_eq!(kv_eval_into(closed(), &["--help"]), (Some(0), String::new()));
     let (code, errors) =
@@ -405,7 +405,7 @@ fn a_reader_that_goes_away_is_no_mistake() {
 }
 
 #[test]
-fn any_number_of_tokens_may_be_asked_for() {
+fn any_number_of_tokens_is_accepted() {
     let space = Workspace::new();
     let model = space.model();
     let most = usize::MAX.to_string();
@@ -422,7 +422,7 @@ fn any_number_of_tokens_may_be_asked_for() {
 fn files_that_cannot_be_written_are_named_before_the_run() {
     let space = Workspace::new();
     let (missing, folder, text) = (space.path("no/such.json"), space.path(""), space.text());
-    // Outputs are checked first: had the run begun, it would have reported the missing model.
+    // Outputs are checked before the missing model is noticed.
     let before = |args: &[&str], parts: &[&str]| {
         let start = ["--model", "no-such-model"];
         let args: Vec<&str> = args.iter().copied().chain(start).collect();
@@ -435,7 +435,7 @@ fn files_that_cannot_be_written_are_named_before_the_run() {
     let decode = ["bench", "decode"];
     before(&[&decode[..], &["--json", &missing]].concat(), &["json", "no/such.json"]);
     before(&[&decode[..], &["--plot", &missing]].concat(), &["plot", "no/such.json"]);
-    // A run that fails later leaves no new file, and files from before as they were.
+    // A run that fails later leaves no new file and does not change existing ones.
     let kept = space.path("kept.json");
     fs::write(&kept, "before").unwrap();
     before(&[&ppl[..], &["--json", &kept]].concat(), &["no-such-model"]);
@@ -469,7 +469,7 @@ fn dashes_are_standard_input_and_output() {
 }
 
 #[test]
-fn what_was_meant_is_suggested() {
+fn errors_suggest_the_nearest_name() {
     let outcome = kv_eval(&["ppl", "--backends", "x"]);
     assert_one_line(
         &outcome,
@@ -491,7 +491,7 @@ fn another_name_of_the_float_cache_is_explained() {
 }
 
 #[test]
-fn a_model_is_called_what_its_file_is() {
+fn a_model_is_named_after_its_file() {
     let space = Workspace::new();
     let named = space.copy("Tiny-1.5B");
     let outcome = kv_eval(&["ppl", "--model", &named, "--text", &space.text(), "--tokens", "40"]);
@@ -499,14 +499,14 @@ fn a_model_is_called_what_its_file_is() {
 }
 
 #[test]
-fn a_text_has_its_bits_per_byte() {
+fn a_text_has_bits_per_byte() {
     let space = Workspace::new();
     let json = space.path("report.json");
     fs::write(space.text(), "Größe: ".repeat(30)).unwrap();
     assert_eq!(ppl(&space, &["--tokens", "90", "--json", &json]).code, 0);
     let report: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
-    // A token of this tokenizer is a byte.
+    // Every token of this tokenizer is a byte.
     assert_eq!((&report["text_tokens"], &report["text_bytes"]), (&90.into(), &90.into()));
     let run = &report["runs"][0];
     let bits = run["nll"].as_f64().unwrap() / 2f64.ln();
@@ -514,13 +514,13 @@ fn a_text_has_its_bits_per_byte() {
 }
 
 #[test]
-fn an_end_token_of_another_type_is_told_without_rust() {
+fn an_end_token_of_another_type_is_named_without_rust_types() {
     let space = Workspace::new();
     space.rewrite_config("\"eos_token_id\": 2", "\"eos_token_id\": \"two\"");
     assert_one_line(&ppl(&space, &[]), &["config.json", "must be a token id or a list of them"]);
 }
 
-/// The number of compute threads is printed, not that of the machine.
+/// The number of compute threads is printed, not the number of cores.
 #[test]
 fn the_threads_of_rayon_are_counted() {
     let space = Workspace::new();
@@ -546,7 +546,7 @@ fn windows_overlap_by_the_stride() {
 
 #[cfg(not(feature = "cuda"))]
 #[test]
-fn a_backend_that_is_not_built_in_says_how_to_build_it() {
+fn a_backend_that_is_not_built_in_names_its_feature() {
     let outcome = ppl(&Workspace::new(), &["--backend", "cuda"]);
     assert_one_line(&outcome, &["cuda", "--features cuda"]);
 }
@@ -564,7 +564,7 @@ fn a_machine_without_a_device_is_an_error() {
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn wgpu_gives_the_numbers_of_flex() {
+fn wgpu_has_the_numbers_of_flex() {
     let space = Workspace::new();
     let mut runs = Vec::new();
     for backend in ["flex", "wgpu"] {
@@ -587,9 +587,9 @@ fn wgpu_gives_the_numbers_of_flex() {
     }
 }
 
-/// Before the weights are read; what is asked for is what is checked, whatever is free.
+/// The check comes before the weights are read and uses --memory instead of the free memory.
 #[test]
-fn a_model_that_needs_more_memory_than_there_is_is_refused() {
+fn a_model_beyond_the_memory_limit_is_refused() {
     let space = Workspace::new();
     let (model, text) = (space.model(), space.text());
     let commands = [
@@ -610,7 +610,7 @@ fn a_model_that_needs_more_memory_than_there_is_is_refused() {
             lines[0]
         );
     }
-    // A limit above the weights names a context that fits, and that context loads.
+    // With a limit above the weights, the error names a context that fits, and it loads.
     let of = |more: &[&str]| {
         let command = ["generate", "--model", &model, "--prompt", "x", "--max-tokens", "2"];
         kv_eval(&[&command[..], more].concat())

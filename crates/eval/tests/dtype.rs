@@ -24,13 +24,13 @@ fn runs(outcome: &Outcome, json: &str) -> Vec<Value> {
 }
 
 #[test]
-fn perplexity_in_16_bits_is_near_and_takes_half_the_bytes() {
+fn perplexity_in_16_bits_is_close_and_takes_half_the_bytes() {
     let space = Workspace::new();
     let (json, folder) = (space.path("report.json"), space.path("report"));
     let more = ["--cache", "k4v4-g16-r16", "--json", &json, "--report", &folder];
     let wide = runs(&ppl(&space, "f32", &more), &json);
     let number = |run: &Value, field: &str| run[field].as_f64().unwrap();
-    // The model's file is f32, and its logits are off by some 2^-8 and 2^-11.
+    // The model's file is f32, and the logits differ by about 2^-8 and 2^-11.
     for (dtype, near) in [("bf16", 5e-3), ("f16", 5e-4)] {
         for mode in ["streaming", "parallel"] {
             let outcome = ppl(&space, dtype, &[&more[..], &["--mode", mode]].concat());
@@ -46,7 +46,7 @@ fn perplexity_in_16_bits_is_near_and_takes_half_the_bytes() {
             assert!((error(&found[1]) / error(&wide[1]) - 1.0).abs() < 0.05);
         }
     }
-    // A file in f32 is f32 by itself.
+    // The auto type of an f32 file is f32.
     assert_eq!(runs(&ppl(&space, "auto", &more), &json)[0]["dtype"], "f32");
 }
 
@@ -77,7 +77,7 @@ fn an_unknown_type_is_one_line() {
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn wgpu_in_f16_gives_the_numbers_of_flex() {
+fn wgpu_in_f16_has_the_numbers_of_flex() {
     let space = Workspace::new();
     let json = space.path("report.json");
     let more = |backend| ["--backend", backend, "--cache", "k4v4-g16-r16", "--json", &json];

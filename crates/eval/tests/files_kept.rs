@@ -1,5 +1,5 @@
-//! Files of the user: what is read is not overwritten, what is there is not replaced, and Ctrl-C
-//! leaves nothing behind.
+//! Files of the user: inputs are not overwritten, existing policies are not replaced, and Ctrl-C
+//! leaves no unfinished file.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
@@ -16,9 +16,9 @@ fn refused(args: &[&str], parts: &[&str]) {
     assert!(parts.iter().all(|part| lines[0].contains(part)), "{parts:?} in {}", lines[0]);
 }
 
-/// Every command that writes a file and reads one, with the first as an output.
+/// Every command that reads and writes files refuses an input as an output.
 #[test]
-fn no_command_overwrites_what_it_reads() {
+fn no_command_overwrites_its_inputs() {
     let space = Workspace::new();
     let (model, text, policy) = (space.model(), space.text(), space.path("policy.toml"));
     fs::write(&policy, "[[rules]]\ncache = \"k8v8-g16-r16\"\n").unwrap();
@@ -52,7 +52,7 @@ fn no_command_overwrites_what_it_reads() {
             assert!(fs::read(path).unwrap() == *bytes, "{args:?} changed {path}");
         }
     }
-    // By another path of the same file.
+    // Another path of the same file.
     let detour = format!("{model}/../text.txt");
     refused(&[&on_text("ppl")[..], &["--json", &detour]].concat(), &["json", "--text"]);
     let twice = space.path("both");
@@ -70,10 +70,10 @@ fn a_search_does_not_replace_a_policy() {
     assert_eq!(fs::read_to_string(&out).unwrap(), "# by hand\n");
 }
 
-/// Commands that take minutes are ended by Ctrl-C with code 130 and leave nothing.
+/// Ctrl-C ends commands that take minutes with code 130; they leave no unfinished file.
 #[cfg(unix)]
 #[test]
-fn an_interrupted_command_leaves_nothing_and_exits_with_130() {
+fn an_interrupted_command_leaves_no_file_and_exits_with_130() {
     use std::{
         process::{Command, Stdio},
         thread::sleep,
@@ -108,7 +108,7 @@ fn an_interrupted_command_leaves_nothing_and_exits_with_130() {
         assert_eq!(output.status.code(), Some(130), "{args:?}: {errors}");
         let left = fs::read_dir(folder.path()).unwrap().filter_map(|entry| {
             let name = entry.unwrap().file_name().to_string_lossy().into_owned();
-            // The comparison makes its report's folder before it starts.
+            // The comparison creates the folder of its report before it starts.
             (name != "kv-eval-report").then_some(name)
         });
         assert_eq!(left.collect::<Vec<_>>(), Vec::<String>::new(), "{args:?}");

@@ -1,4 +1,4 @@
-//! `kv-eval generate` as other tools' users expect it: JSON, stop strings, penalties, Ctrl-C.
+//! `kv-eval generate`: JSON, stop strings, penalties, Ctrl-C.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -45,7 +45,7 @@ fn help_has_examples_defaults_and_short_options() {
 
 /// Timings are printed on standard error, not with the text.
 #[test]
-fn times_and_rates_are_told() {
+fn times_and_rates_are_printed() {
     let space = Workspace::new();
     let outcome = generate(&space, &["-p", "Hello", "-n", "9"]);
     let stderr = outcome.stderr.lines().last().unwrap();
@@ -58,7 +58,7 @@ fn times_and_rates_are_told() {
         assert!(stderr.contains(part), "{part:?} is not in {stderr}");
     }
     assert!(!stderr.contains("reused"), "there is nothing to reuse: {stderr}");
-    // A cache of the shortest prompt is no cache of 0 tokens.
+    // The cache of the shortest prompt has a capacity above 0.
     for prompt in ["a", "abc"] {
         let outcome = generate(&space, &["-p", prompt, "-n", "0"]);
         assert_eq!(outcome.stdout, "");
@@ -90,7 +90,7 @@ fn a_reply_is_a_line_of_json() {
     }
     assert!(timings["first_token_ms"].as_f64() >= timings["prompt_ms"].as_f64());
 
-    // In a file, beside the text; what cannot be written is named first.
+    // With a file, the text is printed too. A file that cannot be written is named first.
     let file = &space.path("replies.jsonl");
     let outcome = generate(&space, &["-p", "Hello", "-n", "9", "--json", file]);
     assert_eq!(outcome.stdout, text);
@@ -99,7 +99,7 @@ fn a_reply_is_a_line_of_json() {
     let wrong = kv_eval(&["generate", "-m", "no-model", "-p", "x", "--json", &folder]);
     assert!(wrong.code == 1 && wrong.stderr.starts_with("error: json "), "{}", wrong.stderr);
 
-    // All ids end the text: the reason is another.
+    // All ids are end-of-text ids, so the reason differs.
     let all: Vec<usize> = (0..256).collect();
     let config = serde_json::json!({ "eos_token_id": all }).to_string();
     fs::write(format!("{folder}/generation_config.json"), config).unwrap();
@@ -127,8 +127,7 @@ fn each_prompt_has_a_line_of_json() {
     }
 }
 
-/// The text ends before the string, whose bytes are tokens of their own here, alone and among
-/// others.
+/// The text ends before the string, for one prompt and for several. Each byte is a token here.
 #[test]
 fn a_stop_string_ends_the_text() {
     let space = Workspace::new();
@@ -174,7 +173,7 @@ fn penalties_change_the_text() {
     let run = |more: &[&str]| generate(&space, &[&["-p", "Hello", "-n", "40"], more].concat());
     let plain = run(&[]).stdout;
     assert_eq!(run(&["--frequency-penalty", "0", "--presence-penalty", "0"]).stdout, plain);
-    // What is likely by a negative penalty is what occurred most, or at all.
+    // Negative penalties make tokens likely that occurred often, or at all.
     for (penalty, likely) in [("--frequency-penalty", "l"), ("--presence-penalty", "Helo")] {
         let (more, less) = (run(&[penalty, "1000"]).stdout, run(&[penalty, "-1000"]).stdout);
         assert!(more != plain && more != less, "{penalty}");
@@ -196,7 +195,7 @@ mod interrupts {
 
     use super::*;
 
-    /// The repository's model, with a template, and neither a limit nor an end.
+    /// Returns the repository's model with a template and without a limit or end-of-text token.
     fn endless() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let austen = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen"));
@@ -260,7 +259,7 @@ mod interrupts {
         let mut run = start(&model, &[&prompt[..], &["--save-cache", file]].concat());
         reads(&mut run);
         interrupt(&run);
-        // What it still writes must not fill the pipe.
+        // Later output must not fill the pipe.
         let mut rest = run.stdout.take().unwrap();
         let reader = std::thread::spawn(move || rest.read_to_end(&mut vec![]).unwrap());
         let (code, stderr) = ends(run, String::new());
@@ -282,7 +281,7 @@ mod interrupts {
     fn several_texts_are_interrupted_together() {
         let (_folder, model) = endless();
         let mut run = start(&model, &["-p", "It is", "-p", "There was", "--no-chat", "--json"]);
-        // Until they are under way: nothing is written before they end.
+        // Waits until they run, because nothing is written before they end.
         std::thread::sleep(std::time::Duration::from_secs(3));
         interrupt(&run);
         let mut text = String::new();
@@ -294,10 +293,10 @@ mod interrupts {
         assert!(replies.iter().all(|reply| reply["finish_reason"] == "abort"), "{text}");
     }
 
-    /// The first signal stops a turn, after which the conversation goes on; the next one ends it,
-    /// with its cache.
+    /// The first signal stops a turn, and the conversation continues. The next signal ends it and
+    /// saves its cache.
     #[test]
-    fn an_interrupted_turn_is_not_the_end_of_a_conversation() {
+    fn an_interrupted_turn_does_not_end_a_conversation() {
         let (folder, model) = endless();
         let file = folder.path().join("talk.kv");
         let mut run = start(&model, &["--save-cache", file.to_str().unwrap()]);

@@ -1,4 +1,4 @@
-//! Models of the hub, from a small one on this machine.
+//! Models of the hub, served by a local one.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -21,10 +21,10 @@ const OLD_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
 /// Files by repository, and by path within it.
 type Repositories = BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>;
 
-/// A hub with the answers that a download needs. It stops with the program's end.
+/// A hub that answers downloads until the test ends.
 struct Hub {
     endpoint: String,
-    /// Everything that was asked for, and from which byte on: `GET /PATH bytes=0-`.
+    /// All requests with their ranges: `GET /PATH bytes=0-`.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -48,13 +48,13 @@ impl Hub {
         self.asked.lock().unwrap().iter().filter(|line| line.contains(part)).count()
     }
 
-    /// Counts the files of `part` that were downloaded, not only asked about.
+    /// Counts the downloads of files that contain `part`.
     fn downloaded(&self, part: &str) -> usize {
         let asked = self.asked.lock().unwrap();
         asked.iter().filter(|line| line.contains(part) && line.ends_with(" bytes=0-")).count()
     }
 
-    /// The program with this hub and a cache in `home`.
+    /// Returns the program with this hub and a cache in `home`.
     fn run(&self, home: &str, args: &[&str]) -> Outcome {
         let environment = [
             ("HF_ENDPOINT", self.endpoint.as_str()),
@@ -105,7 +105,7 @@ fn answer(stream: &TcpStream, repositories: &Repositories, log: &Mutex<Vec<Strin
     }
 }
 
-/// Headers and body of what lies at `path`.
+/// Returns headers and body for `path`.
 fn found(path: &str, repositories: &Repositories) -> Option<(String, Vec<u8>)> {
     let json = "content-type: application/json\r\n".to_string();
     let commit_of = |revision: &str| match revision {
@@ -134,7 +134,7 @@ fn found(path: &str, repositories: &Repositories) -> Option<(String, Vec<u8>)> {
     None
 }
 
-/// The files in `folder`, and what else a repository may have.
+/// Returns the files in `folder` and other files that a repository may have.
 fn files_of(folder: &str) -> BTreeMap<String, Vec<u8>> {
     fs::read_dir(folder)
         .unwrap()
@@ -179,7 +179,7 @@ fn a_model_is_downloaded_once_and_in_one_kind_of_weights() {
     assert_eq!((again.code, hub.asked(files)), (0, before), "{}", again.stderr);
     assert!(!again.stderr.contains("downloading"), "{}", again.stderr);
 
-    // Without a hub, what it gave before.
+    // Without a hub, the downloaded files are used.
     let gone = Hub { endpoint: "http://127.0.0.1:9".into(), asked: hub.asked.clone() };
     let offline = gone.run(&home, &ppl("someone/tiny-llama", &text));
     assert_eq!((offline.code, row(&offline)), (0, row(&first)), "{}", offline.stderr);
@@ -190,7 +190,7 @@ fn a_model_is_downloaded_once_and_in_one_kind_of_weights() {
 }
 
 #[test]
-fn pytorch_weights_are_taken_where_there_are_no_others() {
+fn pytorch_weights_are_used_without_safetensors() {
     let space = Workspace::new();
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/pytorch-tiny");
     let mut files = files_of(path.to_str().unwrap());
@@ -205,7 +205,7 @@ fn pytorch_weights_are_taken_where_there_are_no_others() {
 }
 
 #[test]
-fn gguf_files_are_named_behind_the_id() {
+fn gguf_files_are_named_after_the_id() {
     let space = Workspace::new();
     let files: BTreeMap<String, Vec<u8>> =
         ["a.Q4_0.gguf", "a.Q8_0.gguf"].map(|name| (name.into(), b"GGUF no".to_vec())).into();
@@ -214,7 +214,7 @@ fn gguf_files_are_named_behind_the_id() {
     let outcome = hub.run(&home, &ppl("someone/gguf", &text));
     assert_eq!(outcome.code, 1);
     assert!(outcome.stderr.contains("a.Q4_0.gguf, a.Q8_0.gguf"), "{}", outcome.stderr);
-    // The file is downloaded, alone, and found to be none.
+    // Only this file is downloaded, and it is not a GGUF file.
     let outcome = hub.run(&home, &ppl("someone/gguf/a.Q8_0.gguf", &text));
     assert_eq!(outcome.code, 1);
     assert!(outcome.stderr.contains("a.Q8_0.gguf: "), "{}", outcome.stderr);
@@ -222,7 +222,7 @@ fn gguf_files_are_named_behind_the_id() {
 }
 
 #[test]
-fn revisions_are_of_the_hub() {
+fn revisions_need_a_model_of_the_hub() {
     let space = Workspace::new();
     let hub = Hub::serve([("someone/tiny-llama", files_of(&space.model()))].into());
     let (home, text, model) = (space.path("home"), space.text(), space.model());

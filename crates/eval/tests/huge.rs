@@ -1,5 +1,4 @@
-//! Numbers that no machine can serve are refused in one line: nothing panics, and nothing is
-//! allocated that is not there.
+//! Numbers that exceed any memory are refused in one line, without a panic or an allocation.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
@@ -7,11 +6,11 @@ use std::process::Command;
 
 const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 const WORLD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/world");
-/// 2^64 - 1, a number whose bytes no machine has, one below 2^32, and one whose bytes the limit
-/// below does not have.
+/// 2^64 - 1, a number whose bytes exceed any machine, one below 2^32, and one whose bytes exceed
+/// the limit below.
 const HUGE: [&str; 4] = ["18446744073709551615", "100000000000", "4000000000", "3000000"];
 
-/// Runs the program with addresses for 3 GB.
+/// Runs the program with an address space of 3 GB.
 #[track_caller]
 fn refused(args: &[&str], parts: &[&str]) {
     let limited = "ulimit -v 3000000; exec \"$@\"";
@@ -25,7 +24,7 @@ fn refused(args: &[&str], parts: &[&str]) {
     let lines: Vec<&str> = errors.lines().filter(|line| !line.starts_with("note: ")).collect();
     assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{args:?}: {errors}");
     assert!(parts.iter().all(|part| lines[0].contains(part)), "{args:?}: {errors}");
-    // A Rust type has braces, a sentence has none.
+    // Rust types have braces, sentences do not.
     assert!(!lines[0].contains('{'), "{args:?}: {errors}");
 }
 
@@ -75,7 +74,7 @@ fn a_layer_and_its_contexts() {
 #[test]
 fn a_models_contexts() {
     for huge in &HUGE[..3] {
-        // With the steps after it, the first is a small number again in 64 bits.
+        // With its steps added, the first number wraps to a small one in 64 bits.
         let contexts = ["--contexts", &*format!("8,{huge}")];
         for bench in ["decode", "prefill"] {
             refused(&[&["bench", bench, "--model", AUSTEN], &contexts[..]].concat(), &[]);
@@ -115,7 +114,7 @@ fn a_search_and_a_plan() {
             refused(&["plan", "--model", "GPT-2", "--memory", "1G", option, huge], &[]);
         }
     }
-    // A batch below 2^32 is a row that says why it does not fit.
+    // A batch below 2^32 has a row with the reason why it does not fit.
     for huge in &HUGE[..2] {
         refused(&["plan", "--model", "GPT-2", "--memory", "1G", "--batch", huge], &["batch"]);
     }

@@ -1,4 +1,4 @@
-//! The program away from where it was built: it brings its models, and says what is where.
+//! The program outside the repository: it contains its models, and prints the paths of its files.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
@@ -10,7 +10,7 @@ use std::{
 
 use tempfile::TempDir;
 
-/// A copy of the program beside empty folders.
+/// A copy of the program with empty folders.
 struct Installed {
     root: TempDir,
     program: PathBuf,
@@ -31,7 +31,7 @@ impl Installed {
         self.root.path().join(name)
     }
 
-    /// Runs it in a folder, with nothing in its environment but a folder for temporary files.
+    /// Runs it in a folder; only a folder for temporary files is in its environment.
     fn run(&self, folder: &Path, args: &[&str]) -> Output {
         let mut command = Command::new(&self.program);
         command.env_clear().env("TMPDIR", self.path("temporary"));
@@ -77,7 +77,7 @@ fn the_comparison_runs_in_an_empty_folder() {
     assert_eq!(installed.names("empty"), ["kv-eval-report"]);
     assert!(installed.path("empty/kv-eval-report/report.html").exists());
 
-    // The numbers are those of the files in the repository.
+    // The numbers equal those of the files in the repository.
     let models = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
     let [base, tuned, text] = ["austen", "austen-k2v2-gflush", "austen/heldout.txt"]
         .map(|name| format!("{models}/{name}"));
@@ -92,7 +92,7 @@ fn the_comparison_runs_in_an_empty_folder() {
 /// Not even root can write into this folder.
 #[cfg(target_os = "linux")]
 #[test]
-fn without_a_folder_for_the_report_there_is_the_table() {
+fn without_a_folder_for_the_report_the_table_is_printed() {
     let installed = Installed::new();
     let (stdout, stderr) = installed.succeeds(Path::new("/proc"), &["--tokens", "200"]);
     assert!(stdout.contains("perplexity") && !stdout.contains("report:"), "{stdout}");
@@ -101,7 +101,7 @@ fn without_a_folder_for_the_report_there_is_the_table() {
         stderr.starts_with(note) && stderr.contains("--report names another folder"),
         "{stderr}"
     );
-    // A folder that is asked for is needed.
+    // A folder that the user names is required.
     let named = installed.run(Path::new("/proc"), &["--tokens", "200", "--report", "here"]);
     assert_eq!(named.status.code(), Some(1));
     let stderr = String::from_utf8(named.stderr).unwrap();
@@ -117,7 +117,7 @@ fn games_are_played_in_an_empty_folder() {
 }
 
 #[test]
-fn the_version_says_what_is_where() {
+fn the_version_lists_paths() {
     let installed = Installed::new();
     let empty = installed.path("empty");
     let (short, _) = installed.succeeds(&empty, &["-V"]);
@@ -130,7 +130,7 @@ fn the_version_says_what_is_where() {
     for part in ["backends: flex", "built in: austen (", "world (", &*program, &*temporary] {
         assert!(long.contains(part), "{part} in {long}");
     }
-    // Where it was built is not where it looks.
+    // It does not look in the repository.
     let (help, _) = installed.succeeds(&empty, &["--help"]);
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
     assert!(!help.contains(repository.to_str().unwrap()), "{help}");

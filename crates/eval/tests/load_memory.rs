@@ -1,4 +1,4 @@
-//! What loading a model takes: its own bytes, and one tensor beside it; of packed weights those of
+//! Memory of loading a model: its own bytes and one more tensor; for packed weights the bytes of
 //! the file.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -24,10 +24,10 @@ use kv_models::{
 #[global_allocator]
 static ALLOCATOR: Tracking<System> = Tracking::new(System);
 
-/// One test at a time: all memory of the program is counted.
+/// Serializes the tests, because all memory of the program is counted.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Eight layers, whose largest matrix is a 24th of the whole.
+/// Returns a model of eight layers whose largest matrix is a 24th of the whole.
 fn config() -> Config {
     Config {
         vocab_size: 512,
@@ -51,7 +51,7 @@ fn config() -> Config {
 }
 
 #[test]
-fn no_copy_of_the_model_is_made_while_it_is_read() {
+fn loading_makes_no_copy_of_the_model() {
     let _alone = ALONE.lock().unwrap();
     let device = On::<Flex>::open().unwrap();
     let file = "../models/tests/fixtures/bos/tokenizer.json";
@@ -69,12 +69,12 @@ fn no_copy_of_the_model_is_made_while_it_is_read() {
     let (wide, wide_peak) = peak(WeightDtype::F32);
     let (half, half_peak) = peak(WeightDtype::Auto);
     assert_eq!(2 * half, wide);
-    // Beside the model: a tensor as it is in the file, one as it is handed on, and the tokenizer.
+    // Besides the model: a tensor as in the file, a converted one, and the tokenizer.
     assert!(half_peak < half + half / 4, "{half_peak} bytes for {half}");
     assert!(wide_peak > 2 * half, "the measure sees {wide_peak} of {wide}");
 }
 
-/// A GGUF file of a Llama with random blocks of Q4_0: 4 layers, 60 MB.
+/// Writes a GGUF file of a Llama with random blocks of Q4_0: 4 layers, 60 MB.
 fn write_gguf(path: &Path) {
     const HIDDEN: u64 = 1024;
     const FF: u64 = 2816;
@@ -83,7 +83,7 @@ fn write_gguf(path: &Path) {
         ("output_norm.weight".into(), vec![HIDDEN], false),
     ];
     for layer in 0..4 {
-        // In the order of llama.cpp's converter.
+        // The order of llama.cpp's converter.
         for (name, columns, rows) in [
             ("attn_norm", HIDDEN, 0),
             ("ffn_down", FF, HIDDEN),
@@ -157,7 +157,7 @@ const PROMPT: usize = 512;
 /// Rows of the keys, and of the values, of a layer.
 const KV: u64 = 256;
 
-/// Bytes of a file that are in this program's memory.
+/// Returns the bytes of a file that are in this program's memory.
 #[cfg(target_os = "linux")]
 fn resident(path: &Path) -> usize {
     let maps = fs::read_to_string("/proc/self/smaps").unwrap();
@@ -170,12 +170,11 @@ fn resident(path: &Path) -> usize {
     of_file.map(rss).sum()
 }
 
-/// Packed weights are the pages of the file; what has to be copied, the rows of queries and keys in
-/// another order and those of values that join them, is copied once, and its pages are given back.
-/// Restored weights leave no page.
+/// Packed weights are the pages of the file. Rows of queries, keys and values are joined, so they
+/// are copied once and their pages are released. Restored weights keep no page.
 #[cfg(target_os = "linux")]
 #[test]
-fn packed_weights_take_the_file_once() {
+fn packed_weights_are_in_memory_once() {
     let _alone = ALONE.lock().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("random.gguf");
@@ -198,28 +197,26 @@ fn packed_weights_take_the_file_once() {
     };
     let ((model, cache), peak) = run(Some(Activations::Int8));
     let copied = 4 * (1024 + 2 * KV as usize) * 1024 / 32 * 18;
-    // Of each token of a prompt: the residual stream, what is added to it, queries, keys and values
-    // before and after they are rotated, and what attention makes of them; and of 256 tokens gates
-    // and what is beside them, twice, for that which is made of them.
+    // For each token of a prompt: the residual stream, the sum added to it, queries, keys and
+    // values before and after rope, and the attention output. For 256 tokens: gate and up
+    // projections, and their product.
     let (hidden, qkv, ff) = (1024, 1024 + 2 * KV as usize, 2816);
     let pass = 4 * (PROMPT * (3 * hidden + 2 * qkv) + 256 * 4 * ff);
-    // The largest matrix that is copied, on its way; what passes compute with, and threads keep for
-    // them.
+    // The largest matrix that is being copied, and buffers of forward passes and threads.
     let rest = copied / 4 + pass + (3 << 20);
     assert!(
         peak < copied + cache + rest,
         "{peak} bytes beside a file of {file}, {copied} of it copied"
     );
     let mapped = resident(&path);
-    // Of each range that is copied, up to two pieces of 64 KiB are not whole.
+    // Each copied range has up to two incomplete pieces of 64 KiB.
     let ends = 12 * (128 << 10);
     assert!(mapped < file - copied + ends, "{mapped} of {file} bytes, {copied} copied");
     assert!(mapped > file / 2, "the measure sees {mapped} of {file} bytes");
     assert!(mapped + peak < file + cache + rest + ends, "{mapped} + {peak} for {file}");
     drop(model);
 
-    // In f32 they are seven times the file. No tensor is there twice, but for a part of the
-    // largest.
+    // f32 weights are 7x the file. Only a part of the largest tensor is in memory twice.
     let ((model, cache), peak) = run(None);
     let largest = 4 * 16384 * 1024;
     let weights = model.weight_bytes();

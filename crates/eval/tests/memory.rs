@@ -1,5 +1,5 @@
-//! What caches allocate: a step makes as many allocations at every length, and a prompt never needs
-//! more memory than with a float cache.
+//! Allocations of caches: a step makes the same number of allocations at every length, and a prompt
+//! never needs more memory than with a float cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{alloc::System, path::Path};
@@ -12,10 +12,10 @@ use kv_models::{LanguageModel, ModelCache, load};
 #[global_allocator]
 static ALLOCATOR: Tracking<System> = Tracking::new(System);
 
-/// Tokens of the window (the residual length).
+/// The residual length.
 const PERIOD: usize = 32;
 
-/// A tiny model of two layers with 512 positions, to make caches for.
+/// A tiny model of two layers with 512 positions.
 struct Caches {
     device: On<Flex>,
     model: LanguageModel,
@@ -34,7 +34,7 @@ impl Caches {
         self.model.new_cache(config.with_capacity(capacity), 1, &self.device).unwrap()
     }
 
-    /// Passes tokens until there are `len`.
+    /// Appends tokens until the cache holds `len`.
     fn fill(&self, cache: &mut ModelCache, len: usize) {
         while cache.len() < len {
             let chunk = 100.min(len - cache.len());
@@ -67,12 +67,12 @@ fn memory_of_steps_and_prompts() {
             let (least, most) = (*count.iter().min().unwrap(), *count.iter().max().unwrap());
             counts.push((least, most, count.iter().filter(|&&n| n > least).count()));
         }
-        // Steps that flush keys allocate more; they come once per window.
+        // Steps that flush keys allocate more; one in `PERIOD` does.
         assert!(counts[0].2 <= 2, "{name}: {counts:?} (least, most, steps above the least)");
         assert!(counts.iter().all(|count| *count == counts[0]), "{name}: {counts:?}");
     }
 
-    // Within a window, both caches hold all tokens in float.
+    // Within the residual, both caches hold all tokens in float.
     for len in [2 * PERIOD, 100, 200, 300, 512] {
         let peak = |name: &str| {
             let (cache, peak) = ALLOCATOR.peak_of(|| {

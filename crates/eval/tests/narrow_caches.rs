@@ -1,7 +1,6 @@
-//! Caches in 16 bits against one in 32, logit by logit, while 600 tokens are decoded one by one.
+//! Logits of 16-bit caches compared with a 32-bit one while 600 tokens are decoded.
 //!
-//! SmolLM2 is found as in `real_model.rs`; its test is ignored unless asked for by `--ignored
-//! smollm2`.
+//! SmolLM2 is found as in `real_model.rs`; its test runs with `--ignored smollm2`.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use std::{env, fs, path::Path};
@@ -13,8 +12,8 @@ use kv_models::{Loaded, ids_to_tensor, load};
 const PROJECT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 const TOKENS: usize = 600;
 
-/// The largest difference between logits of a cache in f32 and of `cache`, over the largest logit
-/// of that token, of the first tokens of a text.
+/// Returns the largest difference between the logits of an f32 cache and of `cache`, relative to
+/// the largest logit of that token, over the first tokens of a text.
 fn largest_difference(model: &Path, text: &Path, cache: &str) -> f32 {
     let device = On::<Flex>::open().unwrap();
     let Loaded { model, tokenizer, .. } = load(model, &device).unwrap();
@@ -37,9 +36,8 @@ fn largest_difference(model: &Path, text: &Path, cache: &str) -> f32 {
     largest
 }
 
-/// Allows a hundredth for f16, which rounds by 2^-11 of a number, and eight times as much for bf16,
-/// which rounds by 2^-8. A cache that did not round would make no difference at all, and bf16
-/// makes clearly more than f16.
+/// Allows 1% for f16, which rounds by 2^-11 of a number, and 8% for bf16, which rounds by 2^-8. The
+/// difference must be above 0, and larger for bf16 than for f16.
 fn check(model: &Path, text: &Path) {
     let f16 = largest_difference(model, text, "float-f16");
     assert!(0.0 < f16 && f16 < 1e-2, "f16: {f16}");

@@ -1,4 +1,4 @@
-//! Plans of memory: the arithmetic that was published, and the program.
+//! Plans of memory: published numbers, and the program.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -32,7 +32,7 @@ fn planned(name: &str, context: usize, caches: &[&str]) -> MemoryPlan {
     plan(&preset(name, packed()), &request(context, 1, caches)).unwrap()
 }
 
-/// Bytes of keys and values of one cache, without rotary tables.
+/// Returns the bytes of keys and values of one cache, without rope tables.
 fn keys_and_values(needs: &Needs) -> u64 {
     let parts = needs.parts.iter().filter(|(name, _)| name != "rotary tables");
     parts.map(|(_, bytes)| bytes).sum()
@@ -42,14 +42,14 @@ fn bytes(name: &str, context: usize, cache: &str) -> u64 {
     keys_and_values(planned(name, context, &[cache]).caches[0].needs.as_ref().unwrap())
 }
 
-/// Bytes of a cache that packs nothing, without the four words that each packed side has at least.
+/// Returns the bytes of a float cache, without the minimum of four words per packed side.
 fn floats(name: &str, context: usize, cache: &str) -> u64 {
     let plan = planned(name, context, &[cache]);
     let parts = &plan.caches[0].needs.as_ref().unwrap().parts;
     parts.iter().find(|(name, _)| name == "floats").unwrap().1
 }
 
-/// Parameters as the models' authors count them, which also checks every shape of an importer.
+/// Presets have the number of parameters that the authors published, so their shapes are right.
 #[test]
 fn presets_have_the_published_number_of_parameters() {
     for preset in Preset::all() {
@@ -59,8 +59,8 @@ fn presets_have_the_published_number_of_parameters() {
         let found = weights.values().sum::<usize>() as u64 / 4;
         match preset.parameters {
             Some(published) => assert_eq!(found, published, "{}", preset.name()),
-            // The report of Gemma 3 says 675 M of embeddings and 3209 M of others, for the text
-            // model.
+            // The report of Gemma 3 lists 675 M of embeddings and 3209 M of other parameters for
+            // the text model.
             None => {
                 assert_eq!(preset.name(), "Gemma-3-4B");
                 assert_eq!((found as f64 / 1e7).round(), 388.0);
@@ -69,13 +69,13 @@ fn presets_have_the_published_number_of_parameters() {
     }
 }
 
-/// gpt-oss-20b is published with its experts in MXFP4: files of 13.76 GB.
+/// gpt-oss-20b is published with MXFP4 experts in files of 13.76 GB.
 #[test]
-fn weights_are_counted_by_the_type_they_are_stored_in() {
+fn weights_are_counted_by_their_stored_type() {
     let plan = planned("gpt-oss-20b", 128, &["float"]);
     let weights = plan.weights.unwrap();
     let total: usize = weights.values().sum();
-    // Vectors are f32 in memory and bf16 in the files, which is far below a percent.
+    // Vectors are f32 in memory and bf16 in the files, a difference far below 1%.
     assert!((total as f64 / 13.76e9 - 1.0).abs() < 0.01, "{weights:?}");
     let keys: Vec<&str> = weights.keys().map(String::as_str).collect();
     assert!(keys.contains(&"MXFP4") && keys.contains(&"BF16"), "{weights:?}");
@@ -92,8 +92,7 @@ fn plan_of(subject: &Subject) -> MemoryPlan {
     plan(subject, &request(64, 1, &[])).unwrap()
 }
 
-/// The figures of the seed's float cache are those of keys and values of one layer, in units of
-/// 2^10 and 2^20 bytes.
+/// Published sizes of float caches are for keys and values of one layer, in KiB and MiB.
 #[test]
 fn sixteen_bits_halve_a_float_cache() {
     const LAYERS: u64 = 24;
@@ -111,15 +110,15 @@ fn sixteen_bits_halve_a_float_cache() {
     assert_eq!(floats("Phi-3-mini", 512, "float-f16"), 32 * (6 << 20));
 }
 
-/// By how much a token takes less than in 16 bits: a model, a cache, and the ratio as it is
-/// published or follows from the bits of a group and its parameters.
+/// A model, a cache, and the ratio of a token's bytes in 16 bits to its bytes in this cache. The
+/// ratio is published or follows from the bits of a group and its parameters.
 const RATIOS: [(&str, &str, f64); 5] = [
-    // 2 bits and, for 32 of them, two parameters of 16: 16 / 3.
+    // 32 codes of 2 bits have two parameters of 16 bits: 16 / 3.
     ("Llama-3.1-8B", "k2v2-f16", 5.33),
     ("Llama-3.1-8B", "k4v4-f16", 3.2),
     ("Llama-3.1-8B", "k8v8-f16", 1.78),
-    // 8 bits and a scale of 16 for a token and head: 256 bytes to 130, and with heads of 64 128 to
-    // 66.
+    // 8 bits and a scale of 16 bits per token and head: 256 to 130 bytes, and 128 to 66 for heads
+    // of 64.
     ("Llama-3.1-8B", "kint8vint8-f16", 1.97),
     ("Qwen2.5-0.5B", "kint8vint8-f16", 1.94),
 ];
@@ -131,7 +130,7 @@ fn packed_caches_take_the_published_share_of_one_of_16_bits() {
         let found = added("float-f16") as f64 / added(cache) as f64;
         assert!((found - ratio).abs() < 0.005, "{model} {cache}: {found}, published {ratio}");
     }
-    // KIVI's window makes it less at 4096 tokens.
+    // KIVI's residual reduces the ratio at 4096 tokens.
     let at = |cache| bytes("Llama-3.1-8B", 4096, cache) as f64;
     assert!((at("float-f16") / at("k2v2-f16") - 4.6).abs() < 0.1);
 }
@@ -168,12 +167,12 @@ fn deepseeks_compressed_caches() {
         let found = total(model, 1 << 20, format) / gib;
         assert!((found - published).abs() < 0.006, "{model} {format}: {found}, not {published}");
     }
-    // bytes = a + b n: at no token there is the window alone.
+    // bytes = a + b n: without tokens, only the sliding window is counted.
     let [one, more] = [128, 256].map(|n| total("DeepSeek-V4-Pro", n, "bf16"));
     assert_eq!(2.0 * one - more, 61.0 * 128.0 * 1024.0);
 }
 
-/// The largest context and batch fit, and one more does not.
+/// The longest context and the largest batch fit; one more does not.
 #[test]
 fn the_longest_context_and_the_largest_batch_are_the_last_that_fit() {
     let memory = |bytes| MemoryLimit::new(Some(bytes), "a test");
@@ -202,16 +201,16 @@ fn the_longest_context_and_the_largest_batch_are_the_last_that_fit() {
             assert!(fits(1000, batch) && !fits(1000, batch + 1), "{name} {cache} {batch}");
         }
     }
-    // Of a formula.
+    // The same for a formula.
     let plan = planned("DeepSeek-V4-Flash", 1000, &["bf16"]);
     let batch = plan.caches[0].largest_batch.unwrap() as u64;
     let one = plan.caches[0].needs.as_ref().unwrap().total;
     assert!(batch * one <= 16_000_000_000 && (batch + 1) * one > 16_000_000_000);
 }
 
-/// A prompt that is shorter than a chunk passes at once, in a row as in the searches beside it.
+/// A prompt shorter than a chunk takes one forward pass, in rows and in searches.
 #[test]
-fn a_short_context_has_no_longer_passes_than_itself() {
+fn a_forward_pass_is_not_longer_than_the_context() {
     let subject = preset("SmolLM2-135M", packed());
     let ask = |context, batch, bytes| {
         let limit = MemoryLimit::new(Some(bytes), "a test");
@@ -228,7 +227,7 @@ fn a_short_context_has_no_longer_passes_than_itself() {
         assert!(row.longest_context < Some(context), "{context} {batch}: {row:?}");
         assert!(row.largest_batch < Some(batch), "{context} {batch}: {row:?}");
     }
-    // Of caches alone nothing is counted that a pass computes with, whatever the batch.
+    // Plans of caches alone count no activations.
     let cache = |batch| {
         let request = request(64, batch, &["float-bf16"]);
         plan(&preset("GameRFT", packed()), &request).unwrap().caches.remove(0)
@@ -240,8 +239,7 @@ fn a_short_context_has_no_longer_passes_than_itself() {
     assert!(cache(most).fits && !cache(most + 1).fits);
 }
 
-/// Generation reads prompts of wide models in chunks of 256 tokens on the CPU, others in chunks of
-/// 512.
+/// On the CPU, prefill chunks have 256 tokens for wide models and 512 for others.
 #[test]
 fn activations_are_those_of_the_chunks_of_generation() {
     let activations = |name: &str| {
@@ -256,11 +254,11 @@ fn activations_are_those_of_the_chunks_of_generation() {
     assert!(short < chunk && chunk == long, "{short} {chunk} {long}");
 }
 
-/// A buffer of the device bounds the cache as memory does.
+/// The device's largest buffer limits the cache as memory does.
 #[test]
 fn a_devices_largest_buffer_bounds_context_and_batch() {
     let subject = preset("SmolLM2-135M", packed());
-    // Of keys and values of a layer, a token of a float cache takes 2 * 3 * 64 * 4 bytes.
+    // A token of a float cache takes 2 * 3 * 64 * 4 bytes per layer.
     let buffer = 1000 * 2 * 3 * 64 * 4;
     let limit = MemoryLimit::new(Some(16_000_000_000), "a test").with_buffer(Some(buffer));
     let ask = |context| {
@@ -274,7 +272,7 @@ fn a_devices_largest_buffer_bounds_context_and_batch() {
 }
 
 #[test]
-fn what_overflows_is_named() {
+fn overflows_are_named() {
     let fails = |name: &str, context, batch, caches: &[&str]| {
         plan(&preset(name, packed()), &request(context, batch, caches)).unwrap_err().to_string()
     };
@@ -294,7 +292,7 @@ fn what_overflows_is_named() {
     }
     assert!(fails("DeepSeek-V4-Pro", 64, 1, &["k2v2"]).contains("the formula has bf16, f32, fp8"));
     assert!(fails("GPT-2", 64, 1, &["k3v3"]).contains("k3v3"));
-    // A batch that no buffer holds is a reason beside its row.
+    // A batch that exceeds every buffer has a row with the reason.
     let plan = plan(&preset("GPT-2", packed()), &request(1024, 1 << 30, &["float"])).unwrap();
     let why = plan.caches[0].why.as_ref().unwrap();
     assert!(why.contains("batch = 1073741824: ") && why.contains("2^32 elements"), "{why}");
@@ -303,7 +301,7 @@ fn what_overflows_is_named() {
 
 /// The plan of a model's files equals the loader's, for each source.
 #[test]
-fn plans_of_files_are_what_the_loader_finds() {
+fn plans_of_files_equal_the_loaders() {
     let space = Workspace::new();
     let model = space.model();
     let outline: ModelOutline = kv_models::outline(&model, &device(), packed()).unwrap();
@@ -380,7 +378,7 @@ fn refused(args: &[&str], parts: &[&str]) {
 }
 
 #[test]
-fn each_mistake_is_one_line() {
+fn each_error_is_one_line() {
     let space = Workspace::new();
     let model = &space.model();
     refused(&["--model", "no-such"], &["no-such", "Llama-3.1-8B", "DeepSeek-V4-Pro"]);
@@ -398,7 +396,7 @@ fn each_mistake_is_one_line() {
     refused(&["--model", model, "--cache", "k5v5"], &["k5v5"]);
     refused(&["--model", model, "--memory", "much"], &["much"]);
     let path = space.path("config.json");
-    // Numbers whose product no file holds.
+    // Numbers whose product exceeds any file.
     let config = fs::read_to_string(format!("{model}/config.json")).unwrap();
     let mut config: Value = serde_json::from_str(&config).unwrap();
     for field in ["hidden_size", "intermediate_size", "vocab_size"] {
@@ -412,9 +410,9 @@ fn each_mistake_is_one_line() {
     refused(&["--model", &path], &["mamba"]);
 }
 
-/// Other commands refuse by the same arithmetic, before they read a weight.
+/// Other commands use the same arithmetic to refuse a model before they read a weight.
 #[test]
-fn what_cannot_fit_is_refused_before_it_is_allocated() {
+fn models_that_cannot_fit_are_refused_before_they_are_allocated() {
     let space = Workspace::new();
     let (model, text) = (space.model(), space.text());
     let refused = |args: &[&str], parts: &[&str]| {
@@ -453,9 +451,9 @@ fn a_plan_and_a_load_have_one_rule() {
     }
 }
 
-/// Weights planned in a format take what `save_quantized` writes and what is then kept packed.
+/// Weights planned in a format have the size that `save_quantized` writes and loading keeps packed.
 #[test]
-fn planned_weights_take_what_quantized_ones_do() {
+fn planned_weights_have_the_size_of_quantized_ones() {
     use kv_models::{QuantizeOptions, kv_weights::WeightFormat, save_quantized};
 
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models");
@@ -488,9 +486,9 @@ fn planned_weights_take_what_quantized_ones_do() {
     );
 }
 
-/// The example of the README: the authors' weights alone are as large as the memory.
+/// The example of the README: the authors' weights take all memory.
 #[test]
-fn a_model_by_name_that_does_not_fit_is_planned_smaller() {
+fn a_named_model_that_does_not_fit_is_planned_in_a_smaller_format() {
     let space = Workspace::new();
     let args = ["--model", "Llama-3.1-8B", "--context", "32768", "--memory", "16G"];
     let plan = json(&space, &args);
@@ -499,7 +497,7 @@ fn a_model_by_name_that_does_not_fit_is_planned_smaller() {
     assert!(fits(&plan), "{plan}");
     let note = plan["notes"].as_array().unwrap().iter().find_map(Value::as_str).unwrap();
     assert!(note.contains("16.06 GB") && note.contains("int8"), "{note}");
-    // 8030261248 parameters, all but the norms of 4096 in 9 bits.
+    // 8030261248 parameters in 9 bits, except the norms of 4096.
     let norms = 65 * 4096;
     let int8 = (8_030_261_248u64 - norms) / 32 * 36;
     assert_eq!(plan["weights"]["int8-g32"], int8);
@@ -510,9 +508,9 @@ fn a_model_by_name_that_does_not_fit_is_planned_smaller() {
     assert!(fits(&plan) && plan["notes"].as_array().unwrap().is_empty(), "{plan}");
 }
 
-/// A refusal of restored weights names packed ones where these fit, and then they do.
+/// An error for restored weights suggests packed ones if they fit.
 #[test]
-fn a_refusal_names_packed_weights_where_they_fit() {
+fn an_error_suggests_packed_weights_if_they_fit() {
     let space = Workspace::new();
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models/llama-tiny");
     let loaded = kv_models::load(golden, &device()).unwrap();

@@ -1,5 +1,4 @@
-//! Layer policies in the program: files and presets wherever a cache is named, and the search for
-//! them.
+//! Layer policies in the program: files and presets as cache names, and the search for policies.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
@@ -29,7 +28,7 @@ fn succeeds(args: &[&str]) -> Outcome {
     outcome
 }
 
-/// The program fails with exactly one line, which holds all of `parts`.
+/// Asserts that the program fails with exactly one line that contains all of `parts`.
 #[track_caller]
 fn fails(args: &[&str], parts: &[&str]) {
     let outcome = kv_eval(args);
@@ -46,7 +45,7 @@ fn json(path: &str) -> Value {
 }
 
 #[test]
-fn a_policy_is_taken_wherever_a_cache_is_named() {
+fn every_cache_argument_accepts_a_policy() {
     let space = Workspace::new();
     let (model, text) = (space.model(), space.text());
     let (toml, as_json) = (space.path("policy.toml"), space.path("policy.json"));
@@ -90,7 +89,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     let outcome = succeeds(&[&generate[..], &prompt].concat());
     assert!(outcome.stderr.contains(note) && outcome.stderr.contains("cache mine: "));
 
-    // What is saved with a policy goes on with it, and with no other.
+    // A cache saved with a policy loads only with that policy.
     let saved = space.path("saved.safetensors");
     let alone = ["--prompt", "Hello", "--max-tokens", "1", "--save-cache", &saved];
     succeeds(&[&generate[..], &alone].concat());
@@ -122,7 +121,7 @@ fn a_policy_is_taken_wherever_a_cache_is_named() {
     assert!(outcome.stdout.contains("note: small: layer"), "{}", outcome.stdout);
 }
 
-/// Benchmarks of one layer take every cache that a layer has by a policy; games play with those of
+/// Benchmarks of one layer time every cache that a policy gives to a layer; games use the policy in
 /// all layers.
 #[test]
 fn a_policy_is_timed_and_played() {
@@ -153,8 +152,7 @@ fn a_policy_is_timed_and_played() {
     let points = found["points"].as_array().unwrap();
     let names: Vec<_> = points.iter().map(|point| point["cache"].as_str().unwrap()).collect();
     assert_eq!(names, ["float", "mine", "kint8vint8@2"]);
-    // Of the layers of the policy the last two are those of the third, the others are larger than
-    // these and less than float.
+    // The policy has kint8vint8 in the last two layers, and less than float in the others.
     let bytes: Vec<u64> = points.iter().map(|point| point["bytes"].as_u64().unwrap()).collect();
     assert!(bytes[1] < bytes[2] && bytes[2] < bytes[0], "{bytes:?}");
 
@@ -163,7 +161,7 @@ fn a_policy_is_timed_and_played() {
 }
 
 #[test]
-fn mistakes_are_one_line() {
+fn errors_are_one_line() {
     let space = Workspace::new();
     let (model, text, path) = (space.model(), space.text(), space.path("policy.toml"));
     let ppl = ["ppl", "--model", &model, "--text", &text, "--cache"];
@@ -196,7 +194,7 @@ fn search<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_search_beats_caches_of_all_layers_alike() {
+fn the_search_beats_caches_shared_by_all_layers() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
     let (out, plot, measured) = (path("policy.toml"), path("front.svg"), path("found.json"));
@@ -213,7 +211,7 @@ fn the_search_beats_caches_of_all_layers_alike() {
     let kl = |row: &Value, text: &str| row[text]["kl"].as_f64().unwrap();
     let bytes = |row: &Value| row["bytes"].as_u64().unwrap();
     assert!(rows.len() > 1 && rows.iter().all(|row| bytes(row) <= 195 * 1024), "{rows:?}");
-    // Behind those of the search's own settings are the best of all others.
+    // The best other caches follow the ones with the settings of the search.
     let others = found["alike"].as_array().unwrap();
     let best = others.len().min(3);
     assert!(best > 0 && others.is_sorted_by(|a, b| kl(a, "seen") <= kl(b, "seen")), "{others:?}");
@@ -226,7 +224,7 @@ fn the_search_beats_caches_of_all_layers_alike() {
     }
     assert!(own.iter().all(|row| others.iter().all(|other| other["cache"] != row["cache"])));
     assert!(outcome.stdout.contains("other caches of all layers alike"), "{}", outcome.stdout);
-    // The last line names the one that diverges least of all.
+    // The last line names the cache of least divergence.
     let least =
         rows[1..].iter().min_by(|a, b| kl(a, "unseen").total_cmp(&kl(b, "unseen"))).unwrap();
     let named = format!("{} {:.6}", least["cache"].as_str().unwrap(), kl(least, "unseen"));
@@ -245,8 +243,7 @@ fn the_search_beats_caches_of_all_layers_alike() {
     let front = found["front"].as_array().unwrap();
     assert!(front.len() > 4 && front.is_sorted_by(|a, b| bytes(a) > bytes(b)), "{front:?}");
 
-    // What the search says of the policy is what ppl says, on the same tokens and in the same
-    // windows.
+    // ppl gives the same numbers for the policy on the same eval windows.
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen/heldout.txt");
     let report = path("report.json");
     let ppl = ["ppl", "--model", AUSTEN, "--text", text, "--tokens", "1024", "--window", "1024"];
@@ -261,7 +258,7 @@ fn the_search_beats_caches_of_all_layers_alike() {
 }
 
 #[test]
-fn a_search_that_cannot_be_is_refused_in_one_line() {
+fn an_impossible_search_is_refused_in_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
     let out = path("policy.toml");
@@ -278,10 +275,10 @@ fn a_search_that_cannot_be_is_refused_in_one_line() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
 }
 
-/// The first Ctrl-C ends the search, and leaves nothing behind.
+/// The first Ctrl-C ends the search and leaves no file.
 #[cfg(unix)]
 #[test]
-fn an_interrupted_search_leaves_nothing() {
+fn an_interrupted_search_leaves_no_file() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("policy.toml");
     let text = Path::new(AUSTEN).join("heldout.txt");

@@ -1,4 +1,4 @@
-//! `--profile`: the page says where the time went, and agrees with the clock.
+//! `--profile`: the times on the page agree with the clock.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -8,7 +8,7 @@ use std::{collections::HashMap, fs, time::Instant};
 use common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
 
-/// A page, as its tables and its script's data say it.
+/// The tables and the script's data of a page.
 struct Page {
     html: String,
     data: Value,
@@ -33,7 +33,7 @@ impl Page {
         Self { html, data }
     }
 
-    /// The rows of the table under a heading, by their first cell.
+    /// Returns the rows of the table under a heading, by their first cell.
     #[track_caller]
     fn table(&self, heading: &str) -> HashMap<String, Vec<String>> {
         let heading = format!("<h2>{heading}</h2>");
@@ -80,7 +80,7 @@ impl Page {
     }
 }
 
-/// When the prompt is begun.
+/// Returns the start of the prompt.
 fn prompt(bars: &[Bar]) -> f64 {
     bars.iter().find(|bar| bar.name == "prefill").unwrap().start
 }
@@ -89,7 +89,7 @@ fn number(cell: &str) -> f64 {
     cell.trim_end_matches('%').parse().unwrap()
 }
 
-/// Seconds of the prefill and of decoding, as the program says them by clocks of its own.
+/// Returns the seconds of prefill and decode that the program prints.
 fn printed_speeds(outcome: &Outcome) -> (f64, f64) {
     let line = outcome.stderr.lines().find(|line| line.contains("; prefill ")).unwrap();
     let seconds = |what: &str| {
@@ -105,7 +105,7 @@ fn assert_near(found: f64, expected: f64, what: &str) {
     assert!((found / expected - 1.0).abs() < 0.05, "{what}: {found}, not {expected}");
 }
 
-/// The repository's model and a text.
+/// Returns the repository's model and a text.
 const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 
 fn generate(model: &str, page: &str, more: &[&str]) -> Outcome {
@@ -118,8 +118,8 @@ fn generate(model: &str, page: &str, more: &[&str]) -> Outcome {
     outcome
 }
 
-/// Runs `model` and checks the page against the clocks of the program and of this test. Of the time
-/// in phases, `named` at least is in operations that have a name.
+/// Runs `model` and compares the page with the clocks of the program and of this test. At least the
+/// share `named` of the time in phases must be in named operations.
 #[track_caller]
 fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
     let space = Workspace::new();
@@ -135,7 +135,7 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
     let tokens = number(&phases["decode"][0]);
     let whole = number(&phases["total"][1]) / 1e3;
     assert!(whole < process && whole > prefill + decode, "{whole} of {process}");
-    // The parts of what the main thread did are all of it, and nearly all of it has a name.
+    // The parts add up to the time of the main thread, and nearly all of it has a name.
     let bars = page.lane("main");
     let of_phases: f64 = ["prefill", "decode"].map(|phase| number(&phases[phase][1])).iter().sum();
     let in_parts = bars.iter().filter(|bar| bar.depth == 1 && bar.start > prompt(&bars));
@@ -152,13 +152,13 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
         for operation in ["attention_norm", "qkv", "attend", "output", "mlp_norm", "mlp.gate_up"] {
             assert!(operations.contains_key(operation), "{operation} in {phase}");
         }
-        // Attention to one token rotates it.
+        // Attention to one token includes rope.
         assert_eq!(operations.contains_key("rope"), phase == "prefill");
     }
-    // On one thread that is the time of the phase; prompts are computed on more.
+    // On one thread this is the time of the phase; prompts use more threads.
     let operations = page.table("Operations in decode");
     assert_near(number(&operations["total"][1]) / 1e3, decode, "operations of decoding");
-    // One head and one pass for each token but the last, in every layer.
+    // One head per token except the last, and one operation per layer.
     assert_eq!(number(&operations["head"][0]), tokens - 1.0);
     assert_eq!(number(&operations["qkv"][0]), layers * (tokens - 1.0));
     assert_eq!(number(&operations["sample"][0]), tokens);
@@ -175,9 +175,9 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
 
 #[test]
 fn a_profile_agrees_with_the_clock() {
-    // What else the machine does may fall between two operations of a model this small.
+    // Other load of the machine may fall between two operations of such a small model.
     let page = assert_agrees(AUSTEN, 3.0, 0.8);
-    // Of a long prompt, other threads compute rows, within the same operations.
+    // Other threads compute rows of a long prompt within the same operations.
     let lanes = page.data["lanes"].as_array().unwrap();
     let others =
         lanes.iter().filter_map(|lane| lane["name"].as_str()).filter(|name| *name != "main");

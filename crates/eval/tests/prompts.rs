@@ -1,4 +1,4 @@
-//! Several prompts continued together: what is written where, and each of the mistakes.
+//! Several prompts continued together: outputs and errors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -17,11 +17,11 @@ fn generate(space: &Workspace, more: &[&str]) -> Outcome {
     kv_eval(&[&["generate", "--model", &model, "--max-tokens", "30"], more].concat())
 }
 
-/// The lines of each prompt, without their numbers, as it would have them alone.
+/// Returns the lines of each prompt without their numbers.
 fn texts(outcome: &Outcome, prompts: usize) -> Vec<String> {
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
     let mut texts = vec![String::new(); prompts];
-    // The model writes any byte, also such that end a line elsewhere than in files.
+    // The model writes any byte, including other line separators than `\n`.
     for line in outcome.stdout.split_terminator('\n') {
         let (number, rest) = line.strip_prefix('[').and_then(|line| line.split_once("] ")).unwrap();
         texts[number.parse::<usize>().unwrap() - 1] += &format!("{rest}\n");
@@ -29,7 +29,7 @@ fn texts(outcome: &Outcome, prompts: usize) -> Vec<String> {
     texts
 }
 
-/// Generates each prompt alone, the first with `seed`, the second with the next.
+/// Continues each prompt alone, the first with `seed`, each other one with the next seed.
 fn alone(space: &Workspace, more: &[&str], seed: usize) -> Vec<String> {
     let one = |(i, prompt): (usize, &&str)| {
         let seed = (seed + i).to_string();
@@ -41,7 +41,7 @@ fn alone(space: &Workspace, more: &[&str], seed: usize) -> Vec<String> {
 }
 
 #[test]
-fn each_text_is_what_it_is_alone() {
+fn each_text_is_the_same_as_alone() {
     let space = Workspace::new();
     let prompts = PROMPTS.map(|prompt| ["--prompt", prompt]).concat();
     let file = space.path("prompts.txt");
@@ -59,7 +59,7 @@ fn each_text_is_what_it_is_alone() {
 }
 
 #[test]
-fn what_was_done_is_told_at_the_end() {
+fn totals_are_printed_at_the_end() {
     let space = Workspace::new();
     let prompts = PROMPTS.map(|prompt| ["--prompt", prompt]).concat();
     let outcome = generate(&space, &[&prompts[..], &["--batch", "3"]].concat());
@@ -75,7 +75,7 @@ fn what_was_done_is_told_at_the_end() {
     }
     let n: usize = PROMPTS.iter().map(|prompt| prompt.len()).sum();
     let last = lines.last().unwrap();
-    // The last token of each is never passed; the longest prompt and 30 tokens fit.
+    // The last token of each is not processed; the longest prompt and 30 tokens fit.
     for part in [
         "4 prompts, 3 at a time: ".to_string(),
         format!("prefill {n} tokens, "),
@@ -87,7 +87,7 @@ fn what_was_done_is_told_at_the_end() {
     }
 }
 
-/// One prompt is as ever, however it is given.
+/// A single prompt prints no numbers, with every argument that gives a prompt.
 #[test]
 fn one_prompt_has_no_number() {
     let space = Workspace::new();
@@ -105,9 +105,9 @@ fn one_prompt_has_no_number() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), given.stdout);
 }
 
-/// As a reader does that goes away: no panic, and no further texts.
+/// With a closed output, there is no panic and no further text.
 #[test]
-fn a_reader_may_leave() {
+fn a_closed_output_ends_generation() {
     let space = Workspace::new();
     let prompts = PROMPTS.map(|prompt| ["--prompt", prompt]).concat();
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv-eval"));
@@ -121,7 +121,7 @@ fn a_reader_may_leave() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn errors_are_named() {
     let space = Workspace::new();
     let (empty, one) = (space.path("empty.txt"), space.path("one.txt"));
     fs::write(&empty, "\n \n").unwrap();
@@ -134,7 +134,7 @@ fn mistakes_are_named() {
         (vec!["--prompts", &one, "--prompt-file", &one], "cannot be used with"),
         ([&two[..], &["--batch", "0"]].concat(), "batch 0: must be at least 1"),
         ([&two[..], &["--recorded"]].concat(), "recorded = true: steps of sequences of different"),
-        (vec!["--prompt", "a", "--prompt", ""], "prompt 2: prompt: has no token"),
+        (vec!["--prompt", "a", "--prompt", ""], "prompt 2: prompt: must have at least one token"),
         (
             vec!["--prompt", "a", "--prompt", "abcdef", "--capacity", "5"],
             "prompt 2: context of 6 tokens (0 cached + 6 new) exceeds capacity 5",

@@ -1,9 +1,8 @@
-//! SmolLM2-135M against PyTorch, streaming against parallel, WGPU against the CPU.
+//! SmolLM2-135M: compares with PyTorch, streaming with parallel, WGPU with the CPU.
 //!
-//! The model is what `scripts/get-smollm2` leaves in `target/models`, or the file named by
-//! `KV_SMOLLM2`; `KV_WIKITEXT` names the WikiText-2 raw test set for the published table. So the
-//! tests are ignored unless asked for by `--ignored smollm2` and `--ignored wikitext`, as
-//! `scripts/check` does.
+//! The model is in `target/models`, where `scripts/get-smollm2` writes it, or the file named by
+//! `KV_SMOLLM2`. `KV_WIKITEXT` names the WikiText-2 raw test set for the published table. The tests
+//! run with `--ignored smollm2` and `--ignored wikitext`, as in `scripts/check`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::{
@@ -35,7 +34,7 @@ struct Case {
     caches: &'static [&'static str],
 }
 
-/// Runs `case` on the project's own English fixture.
+/// Runs `case` on the project's English fixture.
 fn run<T: Target>(case: Case) -> Vec<Run> {
     run_on::<T>(case, &project().join("crates/models/tests/fixtures/licenses.txt"))
 }
@@ -58,27 +57,27 @@ fn assert_nll(a: &Run, b: &Run, bound: f64) {
 
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
-fn smollm2_float_perplexity_is_that_of_pytorch() {
+fn smollm2_float_perplexity_equals_pytorch() {
     let case = Case { mode: Mode::Parallel, tokens: 1024, window: 1024, caches: &["k8v8"] };
     let runs = run::<Flex>(case);
     // scripts/pytorch-reference MODEL licenses.txt --tokens 1024 --window 1024, PyTorch 2.15, f32.
     let reference = 19.2787;
     for run in runs {
         let error = (run.perplexity / reference - 1.0).abs();
-        // Another order of summation moves the loss by 1e-5; 8 bits by less than 1e-3.
+        // Another order of summation changes the loss by 1e-5; 8 bits by less than 1e-3.
         assert!(error < 1e-3, "{}: {} against {reference}", run.cache, run.perplexity);
     }
 }
 
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
-fn smollm2_streaming_is_parallel_on_the_first_512_tokens() {
+fn smollm2_streaming_equals_parallel_on_the_first_512_tokens() {
     let caches: &[&str] = &["k4v4", "k2v2"];
     let case = |mode| Case { mode, tokens: 512, window: 512, caches };
     let streamed = run::<Flex>(case(Mode::Streaming));
     let parallel = run::<Flex>(case(Mode::Parallel));
-    // The two ways sum in different orders. The float noise from that flips codes of 4 and 2 bits
-    // at rounding edges, each by one step.
+    // The two modes sum in different orders. This float noise flips codes of 4 and 2 bits at
+    // rounding edges, each by one step.
     for ((a, b), bound) in streamed.iter().zip(&parallel).zip([1e-4, 2e-3, 2e-2]) {
         assert_nll(a, b, bound);
         assert_eq!(a.cache_bytes, b.cache_bytes);
@@ -88,7 +87,7 @@ fn smollm2_streaming_is_parallel_on_the_first_512_tokens() {
 #[cfg(feature = "wgpu")]
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
-fn smollm2_on_wgpu_is_that_on_flex() {
+fn smollm2_on_wgpu_equals_flex() {
     use kv_cubecl::Wgpu;
     // Short texts, for a software driver: fewer tokens average less of the noise of flipped codes.
     let parallel =
@@ -103,13 +102,13 @@ fn smollm2_on_wgpu_is_that_on_flex() {
     }
 }
 
-/// The published table: two windows of 2048 tokens of WikiText-2, against PyTorch in f32.
+/// The published table: two eval windows of 2048 tokens of WikiText-2, and PyTorch in f32.
 #[test]
 #[ignore = "needs SmolLM2 and the WikiText-2 raw test set: KV_WIKITEXT"]
-fn wikitext_perplexities_are_the_published_ones() {
+fn wikitext_perplexities_equal_the_published_ones() {
     let text = env::var_os("KV_WIKITEXT").expect("KV_WIKITEXT names the WikiText-2 raw test set");
-    // Perplexity and relative tolerance: float noise for the first two; 2-bit codes flip at
-    // rounding edges, which alone moves a run by 0.6%.
+    // Perplexity and relative tolerance: float noise for the first two. 2-bit codes flip at
+    // rounding edges, which changes a run by 0.6%.
     let expected = [
         ("float", 18.9777, 1e-3),
         ("k8v8", 18.9762, 1e-3),

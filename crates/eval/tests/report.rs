@@ -46,7 +46,7 @@ fn losses_by_position_sum_up_to_the_mean() {
         if window == 100 {
             let starts: Vec<_> = runs.iter().map(|run| run.first_quantized).collect();
             assert_eq!(starts, [None, Some(35), Some(36), Some(33), None]);
-            // Before quantizing starts, a cache gives the same as the float cache.
+            // Before quantization starts, a cache has the losses of the float cache.
             assert_eq!(runs[1].position_nll[..2], runs[0].position_nll[..2]);
             assert_ne!(runs[1].position_nll[3], runs[0].position_nll[3]);
         }
@@ -54,7 +54,7 @@ fn losses_by_position_sum_up_to_the_mean() {
 }
 
 #[test]
-fn fewer_bits_err_more_in_every_layer() {
+fn fewer_bits_have_larger_errors_in_every_layer() {
     let device = On::<Flex>::open().unwrap();
     let model = model(&device);
     let errors = |config: ModelCacheConfig| -> Vec<LayerError> {
@@ -113,8 +113,8 @@ fn constant_and_clipped_elements_are_counted() {
         assert_eq!(side, expected);
         assert_eq!(side.relative(), 0.0);
     }
-    // One group whose ends f16 rounds inwards: min to -0.09998, scale 1/3 to 0.33325, so that both
-    // ends are beyond codes 0 and 3; and one whose ends it represents exactly.
+    // f16 rounds the ends of one group inwards: min to -0.09998, scale 1/3 to 0.33325. So both ends
+    // are beyond codes 0 and 3. The ends of the other group are exact in f16.
     let mut group = vec![0.2f32; 16];
     (group[3], group[9]) = (-0.1, 0.9);
     let exact: Vec<f32> = (0..16).map(|i| (i % 4) as f32).collect();

@@ -1,4 +1,4 @@
-//! `kv-eval generate` going on from a cache of another run.
+//! `kv-eval generate` with a cache of another run.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -42,7 +42,7 @@ const PROMPT: &str =
     "It is a truth universally acknowledged, that a single man in possession of a fortune";
 
 #[test]
-fn another_run_goes_on_from_the_prefix() {
+fn another_run_continues_from_the_prefix() {
     let space = Workspace::new();
     for cache in ["float", "k4v2-g16-r16-s3"] {
         let file = &space.path("prefix.safetensors");
@@ -59,7 +59,7 @@ fn another_run_goes_on_from_the_prefix() {
         assert!(loaded.stderr.contains(&rest), "{}", loaded.stderr);
         let reused = format!("reused {} of {} prompt tokens", PREFIX.len(), PROMPT.len());
         assert!(loaded.stderr.contains(&reused), "{}", loaded.stderr);
-        // In its own place, with room for more: the prompt, and its reply where that is asked for.
+        // The same file can be saved again: the prompt, and its reply with --save-reply.
         let more =
             ["--cache", cache, "--prompt", PROMPT, "--load-cache", file, "--save-cache", file];
         let capacity = ["--capacity", "300"];
@@ -73,10 +73,9 @@ fn another_run_goes_on_from_the_prefix() {
     }
 }
 
-/// A document is read once, and each question computes only its own tokens; so does the same prompt
-/// again.
+/// A document is processed once. Each question computes only its own tokens, even if repeated.
 #[test]
-fn prompts_reuse_what_they_share_with_the_cache() {
+fn prompts_reuse_the_prefix_shared_with_the_cache() {
     let space = Workspace::new();
     for cache in ["float", "k4v2-g16-r16-s3", "k2v2-g16-r16", "kint8vint8", "float-w20"] {
         let file = &space.path("document.safetensors");
@@ -90,7 +89,7 @@ fn prompts_reuse_what_they_share_with_the_cache() {
         assert!(saved.stderr.contains(&message), "{}", saved.stderr);
         assert!(saved.stderr.contains("reached --max-tokens (0); prefill"), "{}", saved.stderr);
         let n = PREFIX.len();
-        // A cache that quantizes goes back to 16 tokens before the end of what was saved.
+        // A quantized cache is cut back to 16 tokens before the end of the saved tokens.
         let quantizes = !["float", "kint8vint8"].contains(&cache);
         let questions = [
             (PROMPT.to_string(), n),
@@ -105,7 +104,7 @@ fn prompts_reuse_what_they_share_with_the_cache() {
             let computed = format!("prefill {} tokens", question.len() - reused);
             assert!(loaded.stderr.contains(&computed), "{cache} {question}: {}", loaded.stderr);
             assert_eq!(loaded.stdout, run(question, &[]).stdout, "{cache} {question}");
-            // Penalties look at the tokens that are reused, too.
+            // Penalties include reused tokens.
             let penalty = ["--repeat-penalty", "3", "--presence-penalty", "1.5"];
             let loaded = run(question, &[&["--load-cache", file], &penalty[..]].concat());
             assert_eq!(loaded.stdout, run(question, &penalty).stdout, "{cache} {question}");
@@ -115,9 +114,9 @@ fn prompts_reuse_what_they_share_with_the_cache() {
     }
 }
 
-/// The answers of a conversation in two runs are those of one.
+/// A conversation in two runs has the answers of a single run.
 #[test]
-fn a_conversation_goes_on_in_another_run() {
+fn a_conversation_continues_in_another_run() {
     let space = Workspace::new();
     let template = "{% for turn in messages %}[{{ turn.role }}: {{ turn.content }}]{% endfor %}";
     let config = serde_json::json!({ "chat_template": template });
@@ -157,7 +156,7 @@ fn a_conversation_goes_on_in_another_run() {
 }
 
 #[test]
-fn what_does_not_fit_is_one_line_before_anything_is_generated() {
+fn mismatches_are_one_line_before_anything_is_generated() {
     let space = Workspace::new();
     let file = &space.path("prefix.safetensors");
     let save = ["--prompt", PREFIX, "--save-cache", file, "--save-reply"];
@@ -173,7 +172,7 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
     refused(&load(&two), &["load-cache", "holds one text"]);
     refused(&load(&["--prompt", PROMPT, "--memory", "1000B"]), &["memory: "]);
 
-    // The same model elsewhere.
+    // The same model in another folder.
     let tuned = space.copy("tuned");
     let tuned =
         ["generate", "--model", &tuned, "--no-chat", "--prompt", PROMPT, "--load-cache", file];
@@ -203,7 +202,7 @@ fn what_does_not_fit_is_one_line_before_anything_is_generated() {
 /// A path that is not a regular file is refused before anything is generated.
 #[cfg(unix)]
 #[test]
-fn a_cache_is_saved_to_regular_files_alone() {
+fn a_cache_is_saved_only_to_regular_files() {
     let space = Workspace::new();
     let saves = ["--prompt", PROMPT, "--save-cache", "/dev/null"];
     refused(&generate(&space, &saves), &["save-cache /dev/null: must be a regular file"]);
@@ -213,10 +212,10 @@ fn a_cache_is_saved_to_regular_files_alone() {
     refused(&generate(&space, &saves), &["save-cache", "pipe: must be a regular file"]);
 }
 
-/// The first turn is saved if the second does not fit, whether or not the template repeats earlier
-/// messages.
+/// The first turn is saved if the second one does not fit, with templates that repeat earlier
+/// messages or not.
 #[test]
-fn a_turn_that_fails_leaves_those_before_it() {
+fn a_turn_that_fails_keeps_the_previous_ones() {
     let turn = "[{{ turn.content }}]";
     for turn in [turn, &format!("{{% if loop.last %}}{turn}{{% endif %}}")] {
         let space = Workspace::new();
@@ -236,7 +235,7 @@ fn a_turn_that_fails_leaves_those_before_it() {
         let message = format!("saved the cache of {} tokens", "[first]".len());
         assert!(errors.contains(&message), "{template}: {errors}");
         assert!(errors.contains("error: ") && errors.contains("capacity"), "{template}: {errors}");
-        // It is one that another run goes on from.
+        // Another run continues it.
         let more = ["--prompt", "[first] more", "--load-cache", &file];
         let loaded = succeeds(generate(&space, &more));
         assert!(loaded.stderr.contains("prefill 5 tokens"), "{}", loaded.stderr);
@@ -260,7 +259,7 @@ fn another_model_is_refused() {
     refused(&load, &["model = model: its weights are not those of this model"]);
 }
 
-/// A rotation of values is in the weights, which then are others.
+/// A Hadamard transform of values is folded into the weights, which changes them.
 #[test]
 fn a_cache_that_differs_by_its_hadamard_transform_is_named() {
     let space = Workspace::new();

@@ -1,5 +1,5 @@
-//! Overlapping windows, differences from the float cache, and reports of progress, each against a
-//! plain computation from the model's own logits.
+//! Overlapping eval windows, differences from the float cache, and progress, compared with a plain
+//! computation from the model's logits.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::path::Path;
@@ -18,8 +18,8 @@ fn ids(n: u32) -> Vec<u32> {
     (0..n).map(|i| (i * i * 31 + i * 7) % 251).collect()
 }
 
-/// Loss of each scored token and its most likely token, by the loop of the transformers library's
-/// page on the perplexity of models of fixed length.
+/// Returns the loss and the most likely token for each scored token, by the loop that the
+/// documentation of transformers gives for the perplexity of fixed-length models.
 fn by_hand(
     device: &On<Flex>,
     model: &LanguageModel,
@@ -61,7 +61,7 @@ fn runs(device: &On<Flex>, plan: &Plan, model: &LanguageModel) -> Vec<Run> {
 }
 
 #[test]
-fn strides_score_what_the_transformers_library_scores() {
+fn strides_have_the_scores_of_the_transformers_library() {
     let device = On::<Flex>::open().unwrap();
     let (model, ids) = (model(&device), ids(150));
     let cache: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
@@ -76,7 +76,7 @@ fn strides_score_what_the_transformers_library_scores() {
             let plan = plan.with_stride(stride).unwrap();
             assert_eq!(plan.scored_tokens(), float.len(), "{window} {stride}");
             let runs = runs(&device, &plan, &model);
-            // In streaming mode, 4-bit codes that flip at rounding edges move single losses.
+            // In streaming mode, 4-bit codes that flip at rounding edges change single losses.
             for (run, by_hand, bound) in [(&runs[0], &float, 1e-5), (&runs[1], &quantized, 2e-3)] {
                 let mean = by_hand.iter().map(|x| x.0).sum::<f64>() / by_hand.len() as f64;
                 assert_eq!(run.tokens, by_hand.len());
@@ -132,7 +132,7 @@ fn differences_from_float_are_paired() {
 }
 
 #[test]
-fn perplexities_so_far_end_in_the_final_ones() {
+fn perplexities_in_progress_end_at_the_final_ones() {
     let device = On::<Flex>::open().unwrap();
     let model = model(&device);
     let cache: KvCacheConfig = "k2v2-g16-r16".parse().unwrap();

@@ -1,5 +1,5 @@
-//! A float cache beside a quantized one: the library's steps against the evaluation's divergence,
-//! and the program.
+//! A quantized cache compared with a float cache: the library's steps and the divergence of an
+//! evaluation, and the program.
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod common;
@@ -14,7 +14,7 @@ use kv_models::LanguageModel;
 const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
 const TOKENS: usize = 96;
 
-/// The repository's model, and the first tokens of its text.
+/// Returns the repository's model, and the first tokens of its text.
 fn austen() -> (On<Flex>, LanguageModel, Vec<u32>) {
     let device = On::<Flex>::open().unwrap();
     let loaded = kv_models::load(Path::new(MODELS).join("austen"), &device).unwrap();
@@ -46,7 +46,7 @@ fn a_float_twin_is_the_same() {
     assert!(same.layers.iter().map(counters).all(|c| c.keys.is_none() && c.values.is_none()));
 }
 
-/// `ppl` gives the same numbers another way: whole windows of hidden states, logits in blocks.
+/// `ppl` computes the same numbers from hidden states of whole windows and blocks of logits.
 #[test]
 fn steps_add_up_to_the_divergence_of_an_evaluation() {
     let (device, model, ids) = austen();
@@ -63,12 +63,12 @@ fn steps_add_up_to_the_divergence_of_an_evaluation() {
 }
 
 #[test]
-fn fewer_bits_are_further_apart_in_every_layer() {
+fn fewer_bits_have_larger_differences_in_every_layer() {
     let (near, far) = (run("kint8vint8", None), run("k2v2-g16-r16", None));
     for (near, far) in near.layers.iter().zip(&far.layers) {
         assert!(near.mean > 0.0 && far.mean > 5.0 * near.mean, "{near:?} {far:?}");
         assert!(near.largest >= near.mean, "{near:?}");
-        // Steps read codes where they lie; that other ways are counted is tested beside the cache.
+        // Steps read codes in place. Tests of kv-cubecl check the counts of restored bytes.
         for restored in [near.counters.restored, far.counters.restored] {
             let restored = restored.expect("steps are counted");
             assert_eq!((restored.keys, restored.values), (0, 0));
@@ -82,15 +82,15 @@ fn fewer_bits_are_further_apart_in_every_layer() {
             assert!(counters.scale_mean >= f64::from(counters.scale_min), "{counters:?}");
         }
     }
-    // A layer's error is that of its own step: the largest is the one of its token.
+    // The largest error of a layer is the error of the step of its token.
     let layer = &far.layers[0];
     assert_eq!(far.steps[layer.largest_at].layers[0], layer.largest);
-    // Of 2 bits nothing is quantized before the window of 16 is full.
+    // With 2 bits, nothing is quantized before the residual of 16 is full.
     assert!(far.steps[..15].iter().all(|step| step.kl == 0.0));
 }
 
 #[test]
-fn it_stops_at_the_first_step_beyond_the_threshold() {
+fn the_first_step_beyond_the_threshold_is_the_last() {
     let whole = run("k2v2-g16-r16", None);
     let stop = whole.kl_mean();
     let first = whole.steps.iter().position(|step| f64::from(step.kl) > stop).unwrap();
@@ -100,12 +100,12 @@ fn it_stops_at_the_first_step_beyond_the_threshold() {
     assert!(stopped.to_string().contains(&format!("stopped at token {first}")));
 }
 
-/// Logits that are not finite are an error that says where, and no numbers that JSON does not have.
+/// Logits that are not finite are an error that names the token, because JSON has no such numbers.
 #[test]
 fn logits_that_are_not_finite_are_an_error() {
     let workspace = Workspace::new();
-    // Finite weights; what they scale has a mean square of 1, and its larger numbers become
-    // infinite.
+    // The weights are finite, but they scale activations with a mean square of 1, and the larger
+    // ones become infinite.
     workspace.rewrite_weights(|name, mut values| {
         if name == "model.norm.weight" {
             values.fill(3e38);
@@ -123,7 +123,7 @@ fn logits_that_are_not_finite_are_an_error() {
 }
 
 #[test]
-fn the_program_prints_and_writes_what_it_finds() {
+fn the_program_prints_and_writes_its_results() {
     let workspace = Workspace::new();
     let (model, text) = (workspace.path("model"), workspace.path("text.txt"));
     let args = ["twin", "--model", &model, "--text", &text, "--cache", "kint8vint8"];
@@ -142,8 +142,7 @@ fn the_program_prints_and_writes_what_it_finds() {
     assert!(lines.contains("must be a divergence in nats, 0 or more"), "{lines}");
 }
 
-/// More tokens than the model has positions are those of its positions, which is said before they
-/// pass.
+/// The number of tokens is clamped to the model's limit, with a note.
 #[test]
 fn tokens_beyond_the_models_limit_are_left_out() {
     let workspace = Workspace::new();

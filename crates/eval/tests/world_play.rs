@@ -1,4 +1,4 @@
-//! The repository's world model, and the program that plays it.
+//! The repository's world model, and the program `kv-eval world`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -25,8 +25,8 @@ fn numbers(point: &Value, of: &str) -> Vec<f64> {
     point[of].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
 
-/// On games it has not seen, the model shows what is there better than the last frame does, and
-/// values in 8 bits change little of it.
+/// On unseen games, the model's frames are closer to the true frames than the last frame is, and
+/// 8-bit values change them little.
 #[test]
 fn the_model_knows_its_maze() {
     let folder = tempfile::tempdir().unwrap();
@@ -66,12 +66,12 @@ fn the_model_knows_its_maze() {
     for (float, int8) in float.iter().zip(numbers(&points[1], "psnr")) {
         assert!(int8 > float - 0.5, "{int8} dB, float {float}");
     }
-    // A float cache is its own twin.
+    // The float cache is compared with itself.
     assert!(numbers(&points[0], "twin_psnr").iter().all(|&x| x == 60.0));
     assert_eq!(points[0]["velocity_error"], 0.0);
     let error = |i: usize| points[i]["velocity_error"].as_f64().unwrap();
     assert!(0.0 < error(1) && error(1) < 0.05, "{}", error(1));
-    // Heads of 32 channels: 64 bytes in f16, 32 and a scale of 2 in 8 bits.
+    // Heads of 32 channels take 64 bytes in f16, and 32 bytes with a scale of 2 in 8 bits.
     let bytes = |i: usize| points[i]["bytes"].as_f64().unwrap();
     let saved = bytes(3) / bytes(4);
     assert!((saved / (64.0 / 34.0) - 1.0).abs() < 0.01, "{saved}");
@@ -81,7 +81,7 @@ fn the_model_knows_its_maze() {
 }
 
 #[test]
-fn mistakes_are_one_line() {
+fn errors_are_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
@@ -90,7 +90,7 @@ fn mistakes_are_one_line() {
     for (args, wanted) in [
         (&["--cache", "k3v3"][..], "k3v3"),
         (&["--cache", "kint8vint8@0"], "must have a number of layers"),
-        (&["--cache", "kint8vint8@99"], "names more than the"),
+        (&["--cache", "kint8vint8@99"], "selects more than the"),
         (&["--cache", "k4v4"], "residual_length 128: must be at most"),
         (&["--frames", "0"], "frames 0: must be at least 1"),
         (&["--seeds", "0"], "seeds 0: must be at least 1"),
@@ -100,8 +100,8 @@ fn mistakes_are_one_line() {
             &["--first-seed", "18446744073709551615"],
             "first-seed 18446744073709551615: must be at most 18446744073709551595, for 20 games",
         ),
-        (&["--frames", "18446744073709551615"], "frames 18446744073709551615: after 8 true ones"),
-        (&["--frames", "1152921504606846976"], "frames 1152921504606846976: after 8 true ones"),
+        (&["--frames", "18446744073709551615"], "frames 18446744073709551615: with 8 true ones"),
+        (&["--frames", "1152921504606846976"], "frames 1152921504606846976: with 8 true ones"),
         (&["--out", inside], "out "),
         (&["--json", inside], "json "),
         (&["--model", missing.to_str().unwrap()], "none"),
@@ -113,13 +113,13 @@ fn mistakes_are_one_line() {
         let lines = outcome.error_lines();
         assert_ne!(outcome.code, 0, "{args:?}");
         assert!(lines.len() == 1 && lines[0].contains(wanted), "{args:?}: {lines:?}");
-        // The games are reported once their true frames are rendered.
+        // The games are printed after their true frames are rendered.
         assert!(outcome.stdout.is_empty(), "{args:?}: {}", outcome.stdout);
     }
 }
 
-/// A frame of a formula that other software can follow: `(37 i + 11 i^2 / 7 + shift) mod 256` for
-/// byte i, and from row 24 on a ramp.
+/// Returns a frame by a formula that other software can repeat: `(37 i + 11 i^2 / 7 + shift) mod
+/// 256` for byte i, and a ramp from row 24 on.
 fn frame(shift: usize) -> Frame {
     let byte = |i: usize| match i < 3 * 24 * 48 {
         true => ((37 * i + 11 * i * i / 7 + shift) % 256) as u8,
@@ -128,9 +128,9 @@ fn frame(shift: usize) -> Frame {
     Frame::from_rgb((0..3 * 48 * 48).map(byte).collect())
 }
 
-/// numpy gives the same numbers, window by window by the definition.
+/// The numbers equal numpy's, which follow the definition window by window.
 #[test]
-fn as_other_software_has_it() {
+fn quality_equals_other_software() {
     for (a, b, decibels, similarity) in SAMPLES {
         let (a, b) = (frame(a), frame(b));
         assert!((psnr(&a, &b) - decibels).abs() < 1e-9, "{}", psnr(&a, &b));
@@ -166,7 +166,7 @@ fn names_are_read_as_they_are_printed() {
     assert!("nothing@1".parse::<LayerCaches>().is_err());
 }
 
-/// A ring that is longer than what the model sees is that of the model, and is said to be.
+/// A ring longer than the model's window is clamped to it, with a note.
 #[test]
 fn a_ring_beyond_the_models_window_is_noted() {
     let short = ["--frames", "2", "--seeds", "1", "--context", "2", "--cache", "float-f16"];

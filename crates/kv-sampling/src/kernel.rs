@@ -15,7 +15,6 @@ const UNITS: usize = 256;
 /// Number of halvings until one unit is left.
 const HALVINGS: usize = UNITS.ilog2() as usize;
 
-/// The buffers of a launch.
 pub(crate) struct Bindings {
     /// f32 `[texts, vocab]`.
     pub(crate) logits: BufferArg,
@@ -93,7 +92,6 @@ pub(crate) fn launch(
     );
 }
 
-/// Memory that the units share for sums and maxima.
 #[derive(CubeType)]
 struct Board {
     floats: Shared<[f32]>,
@@ -172,7 +170,6 @@ fn rank(x: f32) -> u32 {
     rank
 }
 
-/// Computes [`mix`](crate::noise::mix).
 #[cube]
 fn mix(x: u32) -> u32 {
     let x = (x ^ (x >> 16u32)) * 0x7feb_352du32;

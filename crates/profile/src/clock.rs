@@ -1,9 +1,9 @@
-//! Two clocks, and how far the one is from the other.
+//! The offset between the clocks of device and host.
 //!
-//! A launch begins on the device after the host has issued it, and ends before the host has what it
-//! computed. So the device's clock is behind the host's by at least `issued - began` and at most
-//! `known - ended`, whatever either is set to. Of several launches the tightest of both count. Two
-//! such measurements, before a run and after it, give the drift between them.
+//! A launch begins on the device after the host has issued it, and ends before the host has its
+//! result. So the device's clock is behind the host's by at least `issued - began` and at most
+//! `known - ended`. Several launches narrow this range. Two such measurements, before and after a
+//! run, give the drift between them.
 
 /// One launch on both clocks, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// The clock of a device that was compared with the host's once or twice.
+    /// Creates the clock of a device that was compared with the host's once or twice.
     pub(crate) fn new(first: Offset, last: Option<Offset>) -> Self {
         match last {
             Some(last) if last.at > first.at => {
@@ -71,7 +71,7 @@ impl Clock {
         }
     }
 
-    /// A time of the device as one of the host; times before the host's start are that.
+    /// Converts a time of the device to the host's clock, at least the host's start.
     pub(crate) fn host(&self, device: u64) -> u64 {
         let device = device as f64;
         let offset = self.first.nanoseconds + self.drift * (device - self.first.at);

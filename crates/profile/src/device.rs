@@ -36,7 +36,7 @@ const CALIBRATION: &str = "calibration";
 /// Launches per comparison of clocks.
 const ROUNDS: usize = 24;
 
-/// When the host had each result of a comparison of clocks.
+/// The times at which the host had each result of a comparison of clocks.
 pub(crate) type Known = Vec<u64>;
 
 /// The launches to observe, and those observed.
@@ -72,7 +72,7 @@ struct Measured {
     ran: Option<(u64, u64)>,
 }
 
-/// The way to the thread that reads measurements: to read one is to wait for the launch.
+/// The channel to the thread that reads measurements, because reading waits for the launch.
 #[derive(Debug, Default)]
 pub(crate) struct ToReader {
     unread: Mutex<Option<Sender<Unread>>>,
@@ -81,7 +81,7 @@ pub(crate) struct ToReader {
 }
 
 impl ToReader {
-    /// Replays are those of this device from now on.
+    /// Sets the device of replays.
     pub(crate) fn watch(&self, device: &Device) {
         if let DispatchDevice::Cube(device) = device.as_dispatch() {
             *lock(&self.device) = Some(device.clone());
@@ -95,7 +95,7 @@ impl ToReader {
         }
     }
 
-    /// A replay is no launch that is observed, so that it is measured as a whole.
+    /// Stops observing launches, so a replay is measured as a whole.
     pub(crate) fn begin_replay(&self, shared: &Shared) {
         let Some(device) = lock(&self.device).clone() else { return };
         let at = shared.now();
@@ -148,7 +148,7 @@ impl LaunchObserver for Observer {
     }
 
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {
-        // CubeCL's own logger has read the measurement, which says how long and not when.
+        // CubeCL's logger has read the measurement, which has a duration but no start.
         self.0.log(|log| log.unmeasured += u64::from(log.issued.take().is_some()));
     }
 }
@@ -251,7 +251,7 @@ fn read(unread: &Receiver<Unread>, start: Instant) -> Vec<Measured> {
     unread.iter().map(read).collect()
 }
 
-/// Launches one after the other, each after the result of the one before was there.
+/// Makes launches, each after the result of the previous one arrived.
 pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
     let _phase = trace_span!(target: PHASE, CALIBRATION).entered();
     let one = Tensor::<1>::ones([1], device);
@@ -267,7 +267,7 @@ pub(crate) fn calibrate(shared: &Shared, device: &Device) -> Result<Known> {
 /// its result was known.
 fn offset(launches: &[&Measured], known: &Known) -> Option<Offset> {
     let mut rounds = vec![];
-    // The first round only warms up: nothing says when it began.
+    // The first round warms up; its start is not known.
     let mut before = 0;
     for &known in known {
         let within = |launch: &&&Measured| (before..known).contains(&launch.issued.at);

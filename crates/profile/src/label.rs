@@ -17,8 +17,7 @@ pub(crate) enum Key {
     Phase(String, Option<u64>),
 }
 
-/// A label's number, and that of its group: of all labels that differ only in the layer or the
-/// step.
+/// The number of a label, and of its group: all labels that differ only in the layer or the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Named {
     pub(crate) label: u32,
@@ -27,7 +26,6 @@ pub(crate) struct Named {
     pub(crate) in_layer: bool,
 }
 
-/// The labels that were needed so far.
 #[derive(Debug, Default)]
 pub(crate) struct Labels {
     /// Names of the operations that read parameters.

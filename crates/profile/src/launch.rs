@@ -29,10 +29,10 @@ pub(crate) enum Timing {
     Host,
 }
 
-/// The launches that one thread issued, which is what a queue of CubeCL is.
+/// The launches that one thread issued, a queue of CubeCL.
 #[derive(Clone, Debug)]
 pub(crate) struct Queue {
-    /// The thread's place among the logs.
+    /// The index of the thread's log.
     pub(crate) thread: usize,
     pub(crate) timing: Timing,
     /// By their start.

@@ -10,9 +10,9 @@ use crate::label::Named;
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sum {
     pub(crate) count: u64,
-    /// Nanoseconds, without those of the spans within.
+    /// Nanoseconds without inner spans.
     pub(crate) own: u64,
-    /// Nanoseconds, with them.
+    /// Nanoseconds with inner spans.
     pub(crate) whole: u64,
 }
 
@@ -87,7 +87,7 @@ impl ThreadLog {
         }
     }
 
-    /// A span begins.
+    /// Begins a span.
     pub(crate) fn enter(&mut self, span: u64, named: Named, phase: u32, now: u64) {
         if !named.in_layer {
             self.end_layer(now);
@@ -102,7 +102,7 @@ impl ThreadLog {
         self.open.push(Open { span: None, named, phase, start: now, inner: 0 });
     }
 
-    /// A span ends, and what is still open within it.
+    /// Ends a span, and the spans that are still open within it.
     pub(crate) fn exit(&mut self, span: u64, now: u64) {
         let Some(at) = self.open.iter().rposition(|open| open.span == Some(span)) else { return };
         while self.open.len() > at {
@@ -110,14 +110,14 @@ impl ThreadLog {
         }
     }
 
-    /// All that is open ends.
+    /// Ends all open spans.
     pub(crate) fn finish(&mut self, now: u64) {
         while !self.open.is_empty() {
             self.close(now);
         }
     }
 
-    /// A launch by the innermost span.
+    /// Records a launch by the innermost span.
     #[cfg(feature = "cube")]
     pub(crate) fn issue(&self, at: u64) -> Issued {
         let open = self.open.last();
@@ -150,7 +150,7 @@ impl ThreadLog {
     }
 }
 
-/// Bars that are kept of each thread: a page of more would be slow to open. Sums are of all spans.
+/// Maximum bars of a thread, because larger pages open slowly. Sums include all spans.
 pub(crate) const ROOM: usize = 400_000;
 
 #[cfg(test)]

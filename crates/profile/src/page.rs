@@ -1,4 +1,4 @@
-//! From what was recorded to a page.
+//! Makes the page of a recording.
 
 use std::collections::HashMap;
 
@@ -62,7 +62,7 @@ struct Page {
 }
 
 impl Page {
-    /// Launches, and the gaps between them.
+    /// Returns the bars of launches and of the gaps between them.
     fn bars(&mut self, queue: &Queue, log: Option<&ThreadLog>) -> Vec<Bar> {
         let mut bars = vec![];
         let mut free: Vec<u64> = vec![]; // when each row is
@@ -113,7 +113,7 @@ impl Page {
         *self.none.insert(label)
     }
 
-    /// The label of gaps that end with a launch of `next`.
+    /// Returns the label of gaps that end with a launch of `next`.
     fn gap(&mut self, next: Option<u32>) -> u32 {
         if let Some(&label) = self.gaps.get(&next) {
             return label;

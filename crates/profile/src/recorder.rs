@@ -37,7 +37,7 @@ use crate::{
     page,
 };
 
-/// Keeps what a program does from [`install`](Self::install) to [`finish`](Self::finish).
+/// Records spans and launches from [`install`](Self::install) to [`finish`](Self::finish).
 #[derive(Clone, Debug)]
 pub struct Recorder {
     shared: Arc<Shared>,
@@ -92,7 +92,7 @@ impl Recorder {
         }
     }
 
-    /// Listens to the spans of all threads from now on, and to what is launched.
+    /// Starts to listen to the spans of all threads and to launches.
     ///
     /// # Errors
     /// [`Error::Subscribed`] if something else listens already.
@@ -104,7 +104,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Listens for whoever has a subscriber of their own.
+    /// Returns the layer for a program with its own subscriber.
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(&self) -> impl Layer<S> + use<S> {
         Listener(self.shared.clone())
     }
@@ -114,7 +114,7 @@ impl Recorder {
         self.shared.clone()
     }
 
-    /// Takes the names of the model's operations; to be called before it runs.
+    /// Takes the names of the model's operations. Must be called before it runs.
     pub fn name_operations(&self, model: &LanguageModel) {
         let mut labels = lock(&self.shared.labels);
         for (parameter, name) in model.operation_names() {
@@ -122,9 +122,8 @@ impl Recorder {
         }
     }
 
-    /// Compares the clock of the device with that of the host, by launches that the host waits for.
-    /// To be called before what is recorded and after it, so that the drift between them is known.
-    /// Does nothing on the CPU.
+    /// Compares the clocks of device and host by launches that the host waits for. Must be called
+    /// before and after the recorded work to measure the drift. Does nothing on the CPU.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -142,7 +141,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Ends the recording. `facts` are names and values of what was run, when and where.
+    /// Ends the recording. `facts` are names and values that describe the run.
     pub fn finish(self, title: &str, facts: Vec<(String, String)>) -> Timeline {
         let now = self.shared.now();
         #[cfg(feature = "cube")]

@@ -13,10 +13,9 @@ use crate::{
     log::{PhaseGroup, Sum, ThreadLog},
 };
 
-/// Rows of a table; what is left is one more.
+/// Maximum rows of a table; one more row sums up the rest.
 const MOST_ROWS: usize = 40;
 
-/// The sums of a run.
 pub(crate) struct Sums<'a> {
     labels: &'a Labels,
     /// Nanoseconds of the whole run.
@@ -39,7 +38,7 @@ impl Times {
         self.total += nanoseconds;
     }
 
-    /// Count, total in ms, mean in us and share.
+    /// Formats count, total in ms, mean in us and share.
     fn cells(self, of: u64) -> [String; 4] {
         let Self { count, total } = self;
         let mean = total as f64 / 1e3 / count.max(1) as f64;
@@ -78,7 +77,7 @@ impl<'a> Sums<'a> {
         Self { labels, wall, host, device, launches }
     }
 
-    /// Every table, with its heading.
+    /// Returns every table with its heading.
     pub(crate) fn tables(&self, logs: &[&ThreadLog]) -> Vec<(String, Table)> {
         let mut tables = vec![("Phases".to_string(), self.phases())];
         for phase in self.by_time() {
@@ -96,7 +95,7 @@ impl<'a> Sums<'a> {
         tables
     }
 
-    /// The phases, those that took longest first.
+    /// Lists the phases in descending order of time.
     fn by_time(&self) -> Vec<u32> {
         let places = self.host.keys().chain(self.device.keys());
         let mut phases: Vec<u32> = places.map(|&(phase, _)| phase).collect();
@@ -109,7 +108,7 @@ impl<'a> Sums<'a> {
         phases
     }
 
-    /// Nanoseconds that the device was busy with launches of a phase, or of all.
+    /// Returns the nanoseconds that the device was busy with launches of one phase or of all.
     fn busy(&self, phase: Option<u32>) -> u64 {
         let of = |place: &PhaseGroup| phase.is_none_or(|phase| place.0 == phase);
         self.device.iter().filter(|(place, _)| of(place)).map(|(_, sum)| sum.own).sum()

@@ -79,7 +79,6 @@ impl HtmlReport {
         Self { style, ..self }
     }
 
-    /// Adds HTML as it is.
     pub(crate) fn markup(mut self, html: &str) -> Self {
         self.body += html;
         self

@@ -25,7 +25,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, ValidRecord, step::Task};
 
-/// The parts of a checkpoint, one file each.
 pub(crate) const PARTS: [&str; 3] = ["model", "optimizer", "schedule"];
 
 /// The checkpoints of a run's folder, named by the optimizer steps made before them.
@@ -64,7 +63,6 @@ impl Checkpoints {
         Self { folder: run.join("checkpoints") }
     }
 
-    /// The run's folder.
     pub(crate) fn run(&self) -> &Path {
         self.folder.parent().unwrap_or(&self.folder)
     }
@@ -197,7 +195,6 @@ impl Checkpoints {
         R::load(path.clone()).map_err(|error| Error::Damaged { path, why: error.to_string() })
     }
 
-    /// Writes all parts of a checkpoint.
     pub(crate) fn save(
         &self,
         step: usize,
@@ -221,7 +218,6 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Deletes the checkpoint of a step, seals first.
     fn delete(&self, step: usize) -> Result<()> {
         for path in PARTS.iter().flat_map(|part| [self.seal(part, step), self.file(part, step)]) {
             remove(&path).map_err(Error::io(&path))?;
@@ -264,7 +260,6 @@ impl CheckpointingStrategy for KeepLastAndBest {
     }
 }
 
-/// One part of all checkpoints.
 pub(crate) struct Part {
     checkpoints: Checkpoints,
     part: &'static str,

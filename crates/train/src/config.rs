@@ -26,7 +26,6 @@ pub enum Objective {
 }
 
 impl Objective {
-    /// Weights of cross-entropy and divergence.
     pub(crate) fn weights(self) -> (f64, f64) {
         match self {
             Self::CrossEntropy => (1.0, 0.0),
@@ -41,7 +40,6 @@ impl Objective {
         ce_weight * nll + kl_weight * kl
     }
 
-    /// Returns whether a teacher has to run.
     pub(crate) fn needs_teacher(self) -> bool {
         self.weights().1 != 0.0
     }

@@ -41,7 +41,6 @@ pub fn check_new(folder: &Path) -> Result<()> {
     Err(Error::Folder { path: folder.into(), why })
 }
 
-/// The path of a run's configuration.
 fn settings(folder: &Path) -> PathBuf {
     folder.join("train.json")
 }

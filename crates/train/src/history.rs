@@ -56,7 +56,6 @@ pub struct GroupShares {
     pub constant: f64,
 }
 
-/// One line of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {
@@ -243,7 +242,6 @@ impl Recorder {
         self.pending.batches == 0
     }
 
-    /// Sets the number of optimizer steps made.
     pub(crate) fn set_steps_made(&mut self, steps: usize) {
         self.made = steps as u64;
     }
@@ -252,7 +250,6 @@ impl Recorder {
         self.made as usize
     }
 
-    /// The validations so far.
     pub(crate) fn validations(&self) -> &History {
         &self.history
     }
@@ -262,7 +259,6 @@ impl Recorder {
         self.pending = PendingValidation::default();
     }
 
-    /// Shows a line of progress.
     pub(crate) fn log_line(&self, line: &str) {
         if let Some((log, _)) = &self.log {
             log(line);

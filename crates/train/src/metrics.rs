@@ -158,7 +158,6 @@ impl Numeric for Mean {
     }
 }
 
-/// Registers all metrics with burn-train.
 pub(crate) fn register<M>(training: SupervisedTraining<M>) -> SupervisedTraining<M>
 where
     M: LearnerModel,

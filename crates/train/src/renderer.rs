@@ -34,7 +34,6 @@ pub(crate) fn new(
     }
 }
 
-/// A renderer without output.
 pub(crate) struct Silent;
 
 impl MetricsRendererTraining for Silent {

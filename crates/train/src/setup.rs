@@ -17,7 +17,6 @@ impl ModuleMapper for Recreate<'_> {
     }
 }
 
-/// A model ready for its first training step.
 pub(crate) struct Setup {
     pub(crate) prepared: Prepared,
     /// The untrained model, if the objective needs it.
@@ -125,7 +124,6 @@ fn choose(model: LanguageModel, config: &TrainConfig, device: &Device) -> Result
     Ok(model)
 }
 
-/// Returns whether any parameter is trained.
 fn trains(model: &LanguageModel) -> bool {
     struct Any(bool);
     impl ModuleVisitor for Any {

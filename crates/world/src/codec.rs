@@ -12,12 +12,11 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use crate::{Error, Frame, Result};
 
-/// The best linear autoencoder of square patches of frames: a patch becomes its coordinates along
-/// the axes in which the patches of some frames vary most (principal components), and the restored
-/// one is their sum.
+/// A linear autoencoder of square patches of frames by principal component analysis. A patch is
+/// encoded as its coordinates along the axes of largest variance.
 ///
-/// Coordinates are divided by numbers that go with the square root of how much they vary, so that
-/// their mean square is 1 and those that vary less still stand out of noise.
+/// Coordinates are divided by numbers proportional to the square root of their deviation. Then
+/// their mean square is 1, and coordinates of small variance still exceed noise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Codec {
     /// Pixels along a side of a patch.
@@ -134,7 +133,7 @@ impl Codec {
     /// Writes [`FILE`](Self::FILE) into a folder, whole or not at all.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be written; what was there is then still there.
+    /// [`Error::Io`] if it cannot be written; an existing file is then unchanged.
     pub fn save(&self, folder: &Path) -> Result<()> {
         let path = folder.join(Self::FILE);
         let (channels, numbers) = (self.channels(), self.mean.len());
@@ -196,8 +195,7 @@ impl Codec {
     }
 }
 
-/// Writes a file under another name beside its place, waits until it is on the disk, and moves it
-/// there.
+/// Writes a file under a temporary name in the same folder, syncs it, and renames it.
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -218,7 +216,7 @@ fn malformed(path: &Path, why: impl ToString) -> Error {
     Error::Malformed { path: path.into(), why: why.to_string() }
 }
 
-/// The patches of a frame, rows of them from the top, colors from -1 to 1.
+/// Returns the patches of a frame row by row, with colors from -1 to 1.
 fn patches(frame: &Frame, patch: usize) -> impl Iterator<Item = Vec<f32>> {
     let along = Frame::SIZE / patch;
     (0..along * along).map(move |at| {
@@ -235,7 +233,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// A symmetric matrix of n rows times a vector.
+/// Multiplies a symmetric matrix by a vector.
 fn product(matrix: &[f64], vector: &[f64]) -> Vec<f64> {
     matrix.chunks(vector.len()).map(|row| dot(row, vector)).collect()
 }

@@ -24,7 +24,7 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A file that is not what it is to be.
+    /// A file with unexpected contents.
     #[error("{}: {why}", path.display())]
     Malformed {
         /// The file.

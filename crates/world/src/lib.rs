@@ -1,9 +1,8 @@
-//! A small game whose frames a world model is trained on and judged by: a maze seen by who walks in
-//! it.
+//! A small game to train and evaluate world models on: a maze in the first person.
 //!
-//! Everything is a function of seeds, and of whole numbers and basic arithmetic, so that it is the
-//! same on every machine: the [`Maze`], where a [`Player`] is after any [`Input`]s, the [`Frame`]
-//! seen from there, and how a [`Wanderer`] plays.
+//! Everything is a function of seeds and uses integers and basic arithmetic, so it is the same on
+//! every machine: the [`Maze`], the position of a [`Player`] after any [`Input`]s, the [`Frame`]
+//! seen from there, and the inputs of a [`Wanderer`].
 //!
 //! ```
 //! use kv_world::{Frame, Input, Maze, Player};

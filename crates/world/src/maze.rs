@@ -20,9 +20,8 @@ impl Maze {
     /// Colors of walls.
     pub const COLORS: usize = 12;
 
-    /// The maze of a seed: a random spanning tree of rooms, grown from a random walk that turns
-    /// back where it has no way on (depth first), and half of the walls between rooms that are left
-    /// taken away.
+    /// Creates the maze of a seed: a random spanning tree of rooms, grown depth first, without half
+    /// of the remaining walls between rooms.
     pub fn new(seed: u64) -> Self {
         let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed);
         let blocks = (0..Self::SIZE * Self::SIZE).map(|_| rng.random_range(1..=Self::COLORS as u8));
@@ -60,7 +59,7 @@ impl Maze {
         self.color(x, y).is_some()
     }
 
-    /// The color of a wall, less than [`COLORS`](Self::COLORS); that of blocks outside is 0.
+    /// Returns the color of a wall, below [`COLORS`](Self::COLORS); 0 for blocks outside.
     pub(crate) fn color(&self, x: usize, y: usize) -> Option<usize> {
         match x < Self::SIZE && y < Self::SIZE {
             true => usize::from(self.blocks[y * Self::SIZE + x]).checked_sub(1),
@@ -74,7 +73,7 @@ impl Maze {
     }
 }
 
-/// The rooms beside a room.
+/// Returns the rooms next to a room.
 fn neighbors(x: usize, y: usize) -> Vec<(usize, usize)> {
     let moved = |at: usize| [at.checked_sub(2), (at + 2 < Maze::SIZE).then_some(at + 2)];
     let along = moved(x).into_iter().flatten().map(|x| (x, y));

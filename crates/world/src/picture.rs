@@ -1,4 +1,4 @@
-//! Frames beside each other, as PNG files.
+//! Grids of frames as PNG files.
 
 use crate::{Error, Frame, Result};
 
@@ -57,7 +57,7 @@ impl Picture {
 /// Encodes pictures of one size as an animated PNG that repeats; a single picture does not move.
 ///
 /// # Errors
-/// [`Error::Argument`] for no pictures, one of another size than the first, or none of them a
+/// [`Error::Argument`] without pictures, for pictures of different sizes, or for 0 pictures per
 /// second; [`Error::Encode`].
 pub fn animation(pictures: &[Picture], per_second: u16) -> Result<Vec<u8>> {
     let Some(first) = pictures.first() else {

@@ -79,8 +79,7 @@ impl Player {
         self.heading
     }
 
-    /// The unit vector of a heading. It is rounded, so that the libraries of all systems give the
-    /// same.
+    /// Returns the unit vector of a heading, rounded so the math libraries of all systems agree.
     pub(crate) fn direction(heading: u16) -> [f64; 2] {
         const UNIT: f64 = (1u64 << 32) as f64;
         let angle = TAU * f64::from(heading) / f64::from(Self::HEADINGS);
@@ -102,11 +101,11 @@ impl Player {
     }
 }
 
-/// Where a step along one axis ends: before the wall it hits.
+/// Returns the end of a step along one axis, which is before the wall it hits.
 fn walked(from: f64, by: f64, hits: impl Fn(f64) -> bool) -> f64 {
     match hits(from + by) {
         false => from + by,
-        // A step is shorter than a block, so that the wall begins at the side of the block that the
+        // A step is shorter than a block, so the wall begins at the side of the block that the
         // front enters.
         true if by > 0.0 => (from + by + RADIUS).floor() - RADIUS,
         true => (from + by - RADIUS).ceil() + RADIUS,

@@ -63,11 +63,10 @@ impl Frame {
     /// Pixels along a side.
     pub const SIZE: usize = 48;
 
-    /// The view of a player.
+    /// Renders the view of a player.
     ///
-    /// For each ray the blocks it passes are visited one after the other (Amanatides and Woo,
-    /// 1987). How much of a pixel is wall is computed from where walls begin and end, so that edges
-    /// move smoothly.
+    /// Each ray visits the blocks on its way in turn (Amanatides and Woo, 1987). The share of wall
+    /// in a pixel is computed from the ends of walls, so edges move smoothly.
     pub fn render(maze: &Maze, player: &Player) -> Self {
         let size = Self::SIZE;
         let [ahead_x, ahead_y] = Player::direction(player.heading);
@@ -104,7 +103,7 @@ impl Frame {
     }
 }
 
-/// A pixel of a column in which the wall takes `half` pixels above the horizon and as many below.
+/// Returns a pixel of a column whose wall takes `half` pixels above and below the horizon.
 fn row_color(row: usize, half: f64, wall: Rgb) -> Rgb {
     let middle = Frame::SIZE as f64 / 2.0;
     let (top, bottom) = (row as f64 - middle, row as f64 + 1.0 - middle);
@@ -122,7 +121,7 @@ fn row_color(row: usize, half: f64, wall: Rgb) -> Rgb {
         .fold([0.0; 3], |sum, (part, color)| core::array::from_fn(|i| sum[i] + part * color[i]))
 }
 
-/// The wall that a ray hits first.
+/// Finds the wall that a ray hits first.
 fn cast(maze: &Maze, from: [f64; 2], direction: [f64; 2]) -> Hit {
     let mut block = from.map(|at| at as usize);
     // Along each axis, how far the ray goes from one side of a block to the next, and to the first.

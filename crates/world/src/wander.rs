@@ -21,7 +21,7 @@ pub struct Wanderer<'a> {
     walking: u32,
 }
 
-/// Frames ahead within which a wall is turned away from.
+/// Frames ahead within which a wall makes the player turn.
 const LOOKAHEAD: usize = 6;
 
 impl<'a> Wanderer<'a> {

@@ -121,7 +121,6 @@ impl AttentionPlan {
         self.samples.saturating_add(1).saturating_mul(period(config))
     }
 
-    /// Returns standard normal numbers for `tokens` tokens.
     fn random<T: Target>(&self, heads: usize, tokens: usize, device: &On<T>) -> Tensor<4> {
         let shape = [self.batch, heads, tokens, self.head_dim];
         Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)

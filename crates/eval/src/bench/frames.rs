@@ -52,7 +52,6 @@ impl FramesPlan {
         })
     }
 
-    /// Returns a frame of standard normal numbers.
     fn random<T: Target>(&self, device: &On<T>) -> Tensor<4> {
         let shape = [self.batch, self.n_heads, self.tokens_per_frame, self.head_dim];
         Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)

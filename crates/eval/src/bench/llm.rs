@@ -251,7 +251,6 @@ fn generate<T: Target>(
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
 }
 
-/// Finds the most likely token on the host.
 fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
     let read = trace_span!(target: OPERATION, "read");
     let logits: Vec<f32> = read.in_scope(|| logits.into_data().iter::<f32>().collect());

@@ -74,7 +74,6 @@ pub fn median(samples: &mut [f64]) -> f64 {
 /// An operation to time repeatedly.
 pub type Subject<'a> = Box<dyn FnMut() -> Result<()> + 'a>;
 
-/// Rounds to warm up.
 const WARM_UP: usize = 2;
 
 /// Times each of `subjects` once per round, so other load of the machine affects all of them
@@ -137,7 +136,6 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     Ok(bytes as f64 / timing[0].median)
 }
 
-/// Returns the error for a device that cannot capture launches.
 fn not_recorded<T: Target>() -> Error {
     Error::plan("recorded", true, format!("{} cannot capture launches", T::NAME))
 }

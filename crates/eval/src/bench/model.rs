@@ -13,7 +13,6 @@ use tracing::trace_span;
 use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
 
-/// Tokens per prefill pass.
 pub(super) const PREFILL_CHUNK: usize = 512;
 
 /// The plan of [`time_decode`].

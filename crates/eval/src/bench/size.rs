@@ -5,13 +5,11 @@ use kv_cubecl::{CacheShape, KvCacheConfig, layout::CacheLayout};
 use super::WARM_UP;
 use crate::{Error, Result};
 
-/// Maximum number of samples.
 const MOST_SAMPLES: usize = 1_000_000;
 
 /// Upper limit of the elements of a buffer.
 const MOST_ELEMENTS: u128 = 1 << 32;
 
-/// Checks a number of samples.
 pub(super) fn check_samples(field: &'static str, samples: usize) -> Result<()> {
     match samples {
         0 => Err(Error::plan(field, 0, "must be at least 1")),
@@ -25,7 +23,6 @@ pub(super) fn rounds(samples: usize) -> usize {
     samples.saturating_add(WARM_UP)
 }
 
-/// Returns the bytes of an f32 tensor.
 pub(super) fn tensor_bytes(shape: [usize; 4]) -> Result<u64> {
     let elements = shape.iter().try_fold(1u128, |n, &dim| n.checked_mul(dim as u128));
     match elements.filter(|&elements| elements < MOST_ELEMENTS) {
@@ -39,7 +36,6 @@ pub(super) fn tensor_bytes(shape: [usize; 4]) -> Result<u64> {
     }
 }
 
-/// Returns the layout of a cache for `tokens` tokens.
 pub(super) fn layout(
     config: &KvCacheConfig,
     tokens: usize,

@@ -19,7 +19,6 @@ pub use presets::{Frame, Preset};
 
 use crate::{Error, Result};
 
-/// Maximum number of tokens of a cache.
 const MOST_TOKENS: usize = 1 << 24;
 
 /// A model to plan for.

@@ -1,6 +1,5 @@
 //! The choice of a format for every cell, given the bytes and the cost of each choice.
 
-/// A choice for a cell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Choice {
     pub(super) bytes: usize,
@@ -61,7 +60,6 @@ pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     front
 }
 
-/// Returns the bytes and the cost of an assignment.
 pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     let chosen = cells.iter().zip(assignment).map(|(choices, &choice)| choices[choice]);
     chosen.fold(Choice { bytes: 0, cost: 0.0 }, |sum, choice| Choice {
@@ -119,7 +117,6 @@ mod tests {
         })
     }
 
-    /// Returns bytes and cost of every assignment.
     fn all(cells: &[Vec<Choice>]) -> Vec<Choice> {
         let mut sums = vec![Choice { bytes: 0, cost: 0.0 }];
         for choices in cells {

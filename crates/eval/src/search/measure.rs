@@ -121,7 +121,6 @@ pub(super) fn measure<T: Target>(
     Ok((mean(of_float), sums.into_iter().map(mean).collect()))
 }
 
-/// Returns the sum of the losses of some rows.
 fn total(cache: &str, logits: &[f32], targets: &[u32]) -> Result<f64> {
     let losses = negative_log_likelihood(logits, targets);
     match losses.iter().position(|loss| !loss.is_finite()) {

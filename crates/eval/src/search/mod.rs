@@ -128,7 +128,6 @@ pub struct SearchProgress {
 }
 
 impl SearchPlan {
-    /// Returns the formats of a cell; float is the first.
     fn choices(&self) -> Vec<KvFormat> {
         let others = self.formats.iter().copied().filter(|format| format.is_quantized());
         [KvFormat::Float].into_iter().chain(others).collect()
@@ -314,7 +313,6 @@ fn sensitivities(
     parts.iter().zip(scores).map(sensitivity).collect()
 }
 
-/// Returns the policies of the front of `cells`.
 fn predicted(cells: &[Vec<Choice>]) -> Vec<Predicted> {
     let predicted = |assignment: &Assignment| {
         let Choice { bytes, cost } = front::sum(cells, assignment);

@@ -32,7 +32,6 @@ pub struct World {
     maze: Maze,
 }
 
-/// `world.json`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct About {

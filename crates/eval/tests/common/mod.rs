@@ -1,4 +1,4 @@
-//! A scratch model and the program run on it.
+//! A temporary model, and runs of the program on it.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::{
@@ -18,8 +18,7 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// The error lines of the program itself, without the complaint of Mesa's libraries about a
-    /// missing session directory.
+    /// The error lines of the program, without Mesa's line about a missing session directory.
     pub(crate) fn error_lines(&self) -> Vec<&str> {
         self.stderr.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR")).collect()
     }
@@ -42,7 +41,7 @@ pub(crate) fn kv_eval_in(args: &[&str], environment: &[(&str, &str)]) -> Outcome
     }
 }
 
-/// A folder of its own with a tiny Llama, a tokenizer of single bytes, and a text.
+/// A temporary folder with a tiny Llama, a tokenizer of single bytes, and a text.
 pub(crate) struct Workspace {
     folder: tempfile::TempDir,
 }
@@ -71,7 +70,7 @@ impl Workspace {
         self.path("model")
     }
 
-    /// A copy of the model beside it.
+    /// Copies the model to another folder.
     pub(crate) fn copy(&self, name: &str) -> String {
         let copy = self.folder.path().join(name);
         fs::create_dir(&copy).unwrap();
@@ -81,7 +80,7 @@ impl Workspace {
         self.path(name)
     }
 
-    /// Writes a `kv_cache.json` into the model folder `model`: 2 bits, groups of 16, a window of
+    /// Writes a `kv_cache.json` into the model folder `model`: 2 bits, groups of 16, a residual of
     /// 32, 3 sinks.
     pub(crate) fn write_cache(&self, model: &str) {
         let json = serde_json::json!({
@@ -132,9 +131,9 @@ impl Workspace {
     }
 }
 
-/// A byte-level tokenizer without merges: one id per byte.
+/// Returns a byte-level tokenizer without merges: one id per byte.
 fn byte_tokenizer() -> String {
-    // GPT-2's alphabet: printable bytes stand for themselves, the others move past 255.
+    // GPT-2's alphabet: printable bytes map to themselves, the others to characters past 255.
     let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut moved = 256;
     let vocab: serde_json::Map<String, serde_json::Value> = (0..256u32)

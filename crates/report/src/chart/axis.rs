@@ -11,7 +11,7 @@ const LARGEST: f64 = 1e300;
 /// Ticks an axis aims for.
 const TICKS: f64 = 8.0;
 
-/// Why `value` cannot be drawn.
+/// Checks that `value` can be drawn.
 pub(super) fn check(value: f64, log: bool) -> Result<(), String> {
     match value {
         _ if !value.is_finite() || value.abs() > LARGEST => Err(format!("{value} cannot be drawn")),
@@ -65,7 +65,7 @@ impl Axis {
         self.range().contains(&value)
     }
 
-    /// Where the mesh has lines, ascending.
+    /// Returns the values of the mesh's lines in ascending order.
     pub(super) fn ticks(&self) -> Vec<f64> {
         let Range { start, end } = self.range();
         if let Some(step) = self.step {

@@ -1,5 +1,4 @@
-//! Draws a [`Chart`] with `plotters`. The legend has an area of its own beside the plot, so that it
-//! covers nothing.
+//! Draws a [`Chart`] with `plotters`. The legend has a separate area, so it covers nothing.
 
 use std::sync::OnceLock;
 
@@ -44,7 +43,6 @@ const ENTRIES: usize = 18;
 type Point = (i32, i32);
 type Outcome<T = ()> = Result<T, String>;
 
-/// The factor by which every length is multiplied.
 #[derive(Clone, Copy)]
 struct Scale(f64);
 
@@ -155,7 +153,6 @@ fn draw_legend<DB: DrawingBackend>(
         .map_err(text_of)
 }
 
-/// Returns the width of the widest text.
 fn widest<DB: DrawingBackend>(
     area: &DrawingArea<DB, Shift>,
     texts: &[String],
@@ -179,7 +176,7 @@ fn short(text: &str, longest: usize) -> String {
     start.chain(more.chars()).collect()
 }
 
-/// The axis of one coordinate of all points.
+/// Returns the axis of one coordinate of all points.
 fn axis(
     chart: &Chart,
     name: &str,
@@ -211,7 +208,6 @@ struct Look {
 }
 
 impl Look {
-    /// The look of series `i`.
     fn of(i: usize, style: Style, scale: Scale) -> Self {
         Self {
             color: PALETTE[i % PALETTE.len()],
@@ -223,13 +219,12 @@ impl Look {
         }
     }
 
-    /// The look of a vertical mark.
     fn of_mark(scale: Scale) -> Self {
         let style = Self::of(1, Style::Line, scale);
         Self { color: MARK, width: style.width / 2, ..style }
     }
 
-    /// A line through `points`, markers on them, or both.
+    /// Draws a line through `points`, markers on them, or both.
     fn through(self, points: Vec<Point>) -> Drawn {
         // A line through a single point would not be seen.
         let only = points.len() == 1;

@@ -57,7 +57,7 @@ pub struct Lane {
     pub bars: Vec<Bar>,
 }
 
-/// A timeline and what is said about it.
+/// A timeline and its description.
 #[derive(Clone, Debug, Default)]
 pub struct Timeline {
     /// The page's title.

@@ -129,7 +129,6 @@ impl Header {
     }
 }
 
-/// Reads an unsigned little-endian number of up to 8 bytes.
 fn le(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
@@ -292,7 +291,8 @@ fn build(
 ) -> Result<File, DataError> {
     let failed = |source| DataError::Cache { path: path.into(), source };
     let paths = source.paths();
-    let mut file = Builder::create(path, tokenizer, paths.len()).map_err(failed)?;
+    let file = Builder::create(path, tokenizer, paths.len(), fingerprint);
+    let mut file = file.map_err(failed)?;
     source.read(Some(tokenizer), &mut digest, |pieces| {
         let encode = |piece| {
             let text = source.text(piece)?;
@@ -314,10 +314,10 @@ fn build(
     if digest.finish() != fingerprint {
         return Err(DataError::Changed { path: paths[0].clone() });
     }
-    if file.n_ids == 0 {
+    if file.header.n_ids == 0 {
         return Err(DataError::Empty { first: paths[0].clone(), n: paths.len() });
     }
-    let file = file.finish(fingerprint).map_err(failed)?;
+    let file = file.finish().map_err(failed)?;
     // Makes the new name durable if folders can be synced. If it is lost, texts are tokenized
     // again.
     if let Some(Ok(folder)) = path.parent().map(File::open) {
@@ -330,13 +330,12 @@ fn build(
 struct Builder<'a> {
     path: &'a Path,
     out: BufWriter<NamedTempFile>,
+    /// The numbers so far, without the CRC.
+    header: Header,
+    /// CRC of the ids.
     crc: crc32fast::Hasher,
-    /// Bytes per id.
-    width: usize,
     /// The id between two documents, if there is one.
     separator: Option<u32>,
-    n_ids: u64,
-    n_documents: u64,
     /// True once the current document has ids.
     begun: bool,
     /// For every source, the number of ids up to its end; 0 for a source without a token.
@@ -344,57 +343,53 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn create(path: &'a Path, tokenizer: &Tokenizer, n_sources: usize) -> io::Result<Self> {
+    fn create(
+        path: &'a Path,
+        tokenizer: &Tokenizer,
+        n_sources: usize,
+        fingerprint: u64,
+    ) -> io::Result<Self> {
         let mut out = BufWriter::with_capacity(1 << 20, stage(path)?);
         out.write_all(&vec![0; HEADER + 8 * n_sources])?;
-        Ok(Self {
-            path,
-            out,
-            crc: crc32fast::Hasher::new(),
-            width: if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 },
-            separator: tokenizer.eos().first().copied(),
-            n_ids: 0,
-            n_documents: 0,
-            begun: false,
-            ends: vec![0; n_sources],
-        })
+        let width = if tokenizer.n_ids() <= 1 << 16 { 2 } else { 4 };
+        let (n_ids, n_documents, n_sources) = (0, 0, n_sources as u64);
+        let header = Header { width, n_ids, n_documents, fingerprint, n_sources, crc: 0 };
+        let (separator, ends) = (tokenizer.eos().first().copied(), vec![0; n_sources as usize]);
+        Ok(Self { path, out, header, crc: Default::default(), separator, begun: false, ends })
     }
 
-    /// Appends the `ids` of a piece.
     fn push(&mut self, piece: &Piece<'_>, ids: Vec<u32>) -> Result<(), DataError> {
         self.begun &= piece.continues();
         if ids.is_empty() {
             return Ok(());
         }
-        let width = self.width;
-        let joint = self.separator.filter(|_| self.n_documents > 0 && !self.begun);
-        let mut bytes = Vec::with_capacity((ids.len() + 1) * width);
+        let Header { width, n_ids, n_documents, .. } = &mut self.header;
+        let joint = self.separator.filter(|_| *n_documents > 0 && !self.begun);
+        let mut bytes = Vec::with_capacity((ids.len() + 1) * *width);
         for id in joint.into_iter().chain(ids) {
             // Tensors of ids are i32.
-            let limit = if width == 2 { 1 << 16 } else { 1 << 31 };
+            let limit = if *width == 2 { 1 << 16 } else { 1 << 31 };
             if id >= limit {
                 let (path, vocab_size) = (self.path.into(), limit as usize);
-                let index = self.n_ids as usize + bytes.len() / width;
+                let index = *n_ids as usize + bytes.len() / *width;
                 return Err(DataError::Vocab { path, index, id, vocab_size });
             }
-            bytes.extend_from_slice(&id.to_le_bytes()[..width]);
+            bytes.extend_from_slice(&id.to_le_bytes()[..*width]);
         }
         self.crc.update(&bytes);
-        self.out
-            .write_all(&bytes)
-            .map_err(|source| DataError::Cache { path: self.path.into(), source })?;
-        self.n_ids += (bytes.len() / width) as u64;
-        self.n_documents += u64::from(!self.begun);
+        let failed = |source| DataError::Cache { path: self.path.into(), source };
+        self.out.write_all(&bytes).map_err(failed)?;
+        *n_ids += (bytes.len() / *width) as u64;
+        *n_documents += u64::from(!self.begun);
         self.begun = true;
-        self.ends[piece.source] = self.n_ids;
+        self.ends[piece.source] = *n_ids;
         Ok(())
     }
 
     /// Writes the header and renames the file.
-    fn finish(self, fingerprint: u64) -> io::Result<File> {
-        let Self { path, out, width, n_ids, n_documents, ends, .. } = self;
+    fn finish(mut self) -> io::Result<File> {
         // A source without a token ends where the previous one ends.
-        let ends = ends.iter().scan(0, |last, &end| {
+        let ends = self.ends.iter().scan(0, |last, &end| {
             *last = end.max(*last);
             Some(last.to_le_bytes())
         });
@@ -402,13 +397,12 @@ impl<'a> Builder<'a> {
         let mut crc = crc32fast::Hasher::new();
         crc.update(&table);
         crc.combine(&self.crc);
-        let (n_sources, crc) = (table.len() as u64 / 8, crc.finalize());
-        let header = Header { width, n_ids, n_documents, fingerprint, n_sources, crc };
-        let mut file = out.into_inner().map_err(io::IntoInnerError::into_error)?;
+        self.header.crc = crc.finalize();
+        let mut file = self.out.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.seek(SeekFrom::Start(0))?;
-        file.write_all(&header.to_bytes())?;
+        file.write_all(&self.header.to_bytes())?;
         file.write_all(&table)?;
         file.as_file().sync_all()?;
-        Ok(file.persist(path)?)
+        Ok(file.persist(self.path)?)
     }
 }

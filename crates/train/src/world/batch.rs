@@ -54,7 +54,6 @@ impl<'a> Batches<'a> {
         }
     }
 
-    /// Returns the sequences of the next step.
     pub(super) fn next(&mut self) -> Vec<Sequence> {
         self.begin();
         self.step += 1;

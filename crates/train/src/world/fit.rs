@@ -89,7 +89,6 @@ impl TrainState<'_> {
         }
     }
 
-    /// One optimizer step.
     fn step(&mut self, step: usize, sequences: &[Sequence]) -> Result<WorldStep> {
         let start = Instant::now();
         let (config, world, device) = (self.config, &self.world, &self.device);
@@ -147,7 +146,6 @@ impl TrainState<'_> {
         })
     }
 
-    /// Reads the checkpoint of a step.
     pub(super) fn restore(&mut self, checkpoints: &Checkpoints, step: usize) -> Result<()> {
         let [weights, moments, rate] = PARTS;
         let model = self.world.model.clone();

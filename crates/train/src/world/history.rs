@@ -39,7 +39,6 @@ pub struct WorldValid {
     pub psnr_of_codec: f64,
 }
 
-/// One line of the file.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {

@@ -19,7 +19,6 @@ pub(crate) struct TextArgs {
     pub(crate) path: PathBuf,
 }
 
-/// A tokenized text.
 pub(crate) struct TextIds {
     /// The first tokens of the text.
     pub(crate) ids: Vec<u32>,
@@ -68,7 +67,6 @@ pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
     all
 }
 
-/// Returns the values of `caches`.
 pub(crate) fn configs<T: Clone>(caches: &[Named<T>]) -> Vec<T> {
     caches.iter().map(|named| named.value.clone()).collect()
 }

@@ -134,7 +134,6 @@ pub(crate) struct CodecArgs {
 }
 
 impl Bench {
-    /// Lists the files that it reads and writes.
     fn files(&self) -> NamedFiles<'_> {
         let (files, json) = match self {
             Self::DecodeAttention(args) => {
@@ -146,8 +145,8 @@ impl Bench {
                 (policies(NamedFiles::default(), &args.caches), &args.common.json)
             }
             Self::Quantize(args) => (NamedFiles::default(), &args.common.json),
-            Self::Decode(args) => return args.files(),
-            Self::Prefill(args) => return args.files(),
+            Self::Decode(args) => return args.bench.files(),
+            Self::Prefill(args) => return args.bench.files(),
             Self::Llm(args) => return args.files(),
         };
         files.writes("json", json.as_deref())
@@ -166,9 +165,9 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args, to)),
         Bench::Frames(args) => dispatch!(args.common.backend, Plain, frames(args, to)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args, to)),
-        Bench::Decode(args) => dispatch!(args.backend(), Plain, decode(args, to)),
-        Bench::Prefill(args) => dispatch!(args.backend(), Plain, prefill(args, to)),
-        Bench::Llm(args) => dispatch!(args.backend(), Plain, llm(args, to)),
+        Bench::Decode(args) => dispatch!(args.bench.on.backend, Plain, decode(args, to)),
+        Bench::Prefill(args) => dispatch!(args.bench.on.backend, Plain, prefill(args, to)),
+        Bench::Llm(args) => dispatch!(args.on.backend, Plain, llm(args, to)),
     }?;
     profile.finish()
 }

@@ -95,7 +95,6 @@ impl Weights {
 }
 
 impl ModelArgs {
-    /// Returns the memory budget for the model.
     pub(crate) fn memory_budget(&self, device: &Device) -> MemoryBudget {
         MemoryBudget::new(memory_limit(self.memory, device))
     }
@@ -139,7 +138,6 @@ impl BosArgs {
     }
 }
 
-/// A model and its evaluation plan.
 pub(crate) struct Job<'a> {
     pub(crate) model: &'a LanguageModel,
     pub(crate) name: String,
@@ -167,7 +165,6 @@ impl Job<'_> {
     }
 }
 
-/// The outputs of evaluations.
 pub(crate) struct Output<'a> {
     screen: Screen,
     json: Option<OutFile>,
@@ -175,7 +172,6 @@ pub(crate) struct Output<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Checks that the file and the folder can be written.
     pub(crate) fn open(json: &JsonArgs, folder: Option<&'a Path>) -> Result<Self> {
         if let Some(folder) = folder {
             open_folder("report", folder)?;
@@ -185,7 +181,6 @@ impl<'a> Output<'a> {
     }
 }
 
-/// A text to evaluate on.
 pub(crate) struct Text {
     /// Name of the text in the report.
     pub(crate) name: String,
@@ -236,12 +231,10 @@ pub(crate) fn evaluate_and_report<T: Target>(
     json
 }
 
-/// Returns whether a path means standard input.
 fn is_stdin(path: &Path) -> bool {
     path == Path::new("-")
 }
 
-/// Returns the name of the text in a report.
 pub(crate) fn text_name(text: &Path) -> String {
     match is_stdin(text) {
         true => "standard input".into(),
@@ -295,7 +288,6 @@ pub(crate) fn ids_of(
     Ok((ids, bytes))
 }
 
-/// Prints a note if the text has fewer tokens than requested.
 pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
     if let Some(tokens) = tokens.filter(|&tokens| tokens > ids.len()) {
         note(format_args!("the text has {} tokens, fewer than --tokens {tokens}", ids.len()));

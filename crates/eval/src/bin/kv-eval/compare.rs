@@ -54,7 +54,6 @@ pub(crate) struct Args {
     report: Option<PathBuf>,
 }
 
-/// Default folder of the report.
 pub(crate) const REPORT: &str = "kv-eval-report";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -138,7 +137,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// Loads the two models.
     fn models(&self, device: &Device) -> Result<[Source; 2]> {
         let load = |named: &Option<PathBuf>, model: &BuiltIn| {
             let read = |path: &Path| source::read(path, device, LoadOptions::default());

@@ -296,7 +296,6 @@ impl Args {
         }
     }
 
-    /// Returns the positions to which the cache can be cut back.
     fn checkpoints(&self, n_prompts: usize) -> Checkpoints {
         match (&self.save_cache, n_prompts) {
             (Some(_), _) => Checkpoints::All,
@@ -398,7 +397,6 @@ impl Args {
         Ok(prompts)
     }
 
-    /// Returns the template to use, if any.
     fn template(&self, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
         let template = match self.no_chat {
             true => None,
@@ -419,9 +417,7 @@ impl Args {
                     }
                 }
                 if !self.chat {
-                    note(
-                        "using the model's chat template; --no-chat continues the prompt without it",
-                    );
+                    note("using the model's chat template; --no-chat disables it");
                 }
             }
             None => {}

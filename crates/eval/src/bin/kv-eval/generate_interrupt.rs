@@ -55,12 +55,10 @@ impl Interrupt {
         self.set(Phase::Running);
     }
 
-    /// Returns whether the text must stop.
     pub(crate) fn stops(&self) -> bool {
         self.0.signals.load(Ordering::SeqCst) > 0
     }
 
-    /// Returns whether the conversation must end.
     pub(crate) fn ends(&self) -> bool {
         self.0.signals.load(Ordering::SeqCst) > 1
     }

@@ -61,7 +61,6 @@ impl fmt::Display for End {
     }
 }
 
-/// A text that has ended.
 #[derive(Debug)]
 pub(crate) struct Reply {
     /// Index of the prompt or turn, from 0.
@@ -131,7 +130,6 @@ pub(crate) enum JsonLines {
 }
 
 impl JsonLines {
-    /// Checks that the file can be written.
     pub(crate) fn open(path: Option<&PathBuf>) -> Result<Self> {
         Ok(match path {
             None => Self::None,
@@ -170,7 +168,6 @@ impl JsonLines {
         }
     }
 
-    /// Writes the file.
     pub(crate) fn finish(self) -> Result<()> {
         match self {
             Self::File(path, lines) => OutFile::open("json", &path)?.write(lines.as_bytes()),
@@ -191,7 +188,6 @@ impl<'a> TextOut<'a> {
         Self { stream: Some(tokenizer.stream()), stops: stops.clone(), text: String::new() }
     }
 
-    /// Returns the text that `id` adds.
     pub(crate) fn push(&mut self, id: u32) -> Result<String> {
         let Some(stream) = &mut self.stream else { bail!("text: it has ended") };
         let new = self.stops.push(&stream.push(id)?);
@@ -208,12 +204,10 @@ impl<'a> TextOut<'a> {
         Ok(new)
     }
 
-    /// Returns the stop string that ended the text, if any.
     pub(crate) fn stopped(&self) -> Option<&str> {
         self.stops.found()
     }
 
-    /// Returns the whole text.
     pub(crate) fn into_text(self) -> String {
         self.text
     }

@@ -16,7 +16,6 @@ pub(crate) struct JsonArgs {
 }
 
 impl JsonArgs {
-    /// Returns the path, if one is given.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.json.as_deref()
     }
@@ -29,7 +28,6 @@ impl JsonArgs {
     }
 }
 
-/// Writes `value` as indented JSON.
 pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {
     file.write((serde_json::to_string_pretty(value)? + "\n").as_bytes())
 }

@@ -24,7 +24,6 @@ pub(crate) struct ProfileArgs {
     profile: Option<PathBuf>,
 }
 
-/// The recording to write, if any.
 #[must_use]
 pub(crate) struct Profile(Option<Shared>);
 
@@ -70,7 +69,6 @@ fn lock(shared: &Shared) -> MutexGuard<'_, Option<Recording>> {
 }
 
 impl ProfileArgs {
-    /// Returns the file of the page, if the user named one.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.profile.as_deref()
     }
@@ -145,7 +143,6 @@ impl Profile {
         });
     }
 
-    /// Adds a setting to the header of the page.
     pub(crate) fn fact(&mut self, name: &str, value: impl ToString) {
         self.change(|recording| recording.facts.push((name.into(), value.to_string())));
     }
@@ -154,7 +151,6 @@ impl Profile {
         self.0.as_ref().and_then(|shared| lock(shared).as_mut().map(f))
     }
 
-    /// Writes the page.
     pub(crate) fn finish(self) -> Result<()> {
         let Some(shared) = self.0 else { return Ok(()) };
         let Some(recording) = lock(&shared).take() else {

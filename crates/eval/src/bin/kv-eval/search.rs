@@ -86,7 +86,6 @@ fn format(name: &str) -> Result<KvFormat, String> {
     })
 }
 
-/// A size, such as a number of bytes.
 fn bytes(text: &str) -> Result<MemorySize, String> {
     match text.parse::<u64>() {
         Ok(bytes) if bytes > 0 => Ok(MemorySize(bytes)),
@@ -238,7 +237,6 @@ fn verdict(found: &Found) -> String {
 }
 
 impl Args {
-    /// Returns the tokens that the budget applies to.
     fn context(&self, model: &LanguageModel) -> Result<usize> {
         let most = model.max_positions();
         let context = self.context.unwrap_or_else(|| CONTEXT.min(most));

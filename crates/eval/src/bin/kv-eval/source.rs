@@ -17,7 +17,6 @@ use crate::{
     loading::{Loading, MemoryBudget, MemoryRequest},
 };
 
-/// A model with a tokenizer.
 pub(crate) struct Source {
     pub(crate) model: LanguageModel,
     pub(crate) tokenizer: Tokenizer,
@@ -70,7 +69,6 @@ pub(crate) fn load_model(
     Ok((model, name))
 }
 
-/// Loads a folder or file.
 pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {
     with_tokenizer(load_with(path, device, options)?, name_of(path))
 }

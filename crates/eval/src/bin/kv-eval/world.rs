@@ -92,7 +92,6 @@ impl FromStr for Named<LayerCaches> {
     }
 }
 
-/// The JSON report.
 #[derive(Serialize)]
 struct Output<'a> {
     command: Vec<String>,
@@ -103,7 +102,6 @@ struct Output<'a> {
     points: &'a [WorldPoint],
 }
 
-/// Columns of the contact sheet.
 const COLUMNS: usize = 12;
 /// Side of a frame's pixel in pixels of the contact sheet.
 const ZOOM: usize = 2;

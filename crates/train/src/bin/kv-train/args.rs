@@ -24,7 +24,6 @@ pub(crate) fn trainable() -> impl TypedValueParser<Value = Trainable> {
         .try_map(|name| name.parse::<Trainable>())
 }
 
-/// A new run.
 #[derive(Debug)]
 pub(crate) struct Start {
     pub(crate) spec: Spec,
@@ -302,7 +301,6 @@ impl Pretrain {
     }
 }
 
-/// Parses a number above 0.
 fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) | Err(_) => Err("must be a whole number, at least 1".into()),

@@ -46,7 +46,6 @@ impl Input {
         Self { path: path.into(), ..self }
     }
 
-    /// Hashes the files of `paths`, without pipes.
     pub(crate) fn all(what: &str, paths: &[PathBuf]) -> Result<Vec<Self>> {
         let inputs = paths.iter().map(|path| Self::of(what, path));
         Ok(inputs.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())

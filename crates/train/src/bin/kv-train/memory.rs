@@ -105,7 +105,6 @@ pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>
 }
 
 impl Sizes {
-    /// Reads the sizes from the headers of a model's files.
     pub(crate) fn of_model(path: &Path, weights: Weights, device: &Device) -> Result<Self> {
         let outline = outline(path, device, weights.options())?;
         let (model, weights) = (&outline.spec, &outline.weights);

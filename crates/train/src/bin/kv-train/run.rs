@@ -34,7 +34,6 @@ use crate::{
 /// Training steps between two printed lines.
 const LOG_EVERY: u64 = 10;
 
-/// The outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// All work is done.
@@ -43,7 +42,6 @@ pub(crate) enum Outcome {
     Stopped,
 }
 
-/// A run to start or resume.
 struct Job<'a> {
     spec: &'a Spec,
     folder: &'a Path,
@@ -53,7 +51,6 @@ struct Job<'a> {
     stop: &'a Stop,
 }
 
-/// Starts a run.
 pub(crate) fn start(start: &Start, stop: &Stop) -> Result<Outcome> {
     let Start { spec, folder, plain, memory } = start;
     run_on(&Job { spec, folder, resume: Resume::No, plain: *plain, memory: *memory, stop })
@@ -75,7 +72,6 @@ pub(crate) struct ResumeArgs {
     pub(crate) memory: Option<MemorySize>,
 }
 
-/// Resumes the run in `folder`.
 pub(crate) fn resume(
     folder: &Path,
     resume: Resume,
@@ -106,7 +102,6 @@ fn run_on(job: &Job<'_>) -> Result<Outcome> {
     dispatch!(job.spec.backend, Autodiff, run(job))
 }
 
-/// Saves the model of a checkpoint.
 pub(crate) fn export(
     folder: &Path,
     step: Option<usize>,
@@ -306,7 +301,6 @@ struct Initial {
 }
 
 impl Initial {
-    /// Prints what is trained.
     fn announce(&self, spec: &Spec, folder: &Path, texts: &Texts) -> Result<()> {
         Screen::Out.line(format_args!(
             "{} parameters, {} tokens to train on, {} in {} steps",

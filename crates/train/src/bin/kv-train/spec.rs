@@ -99,14 +99,12 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// Returns the options to load the model with.
     pub(crate) fn options(self) -> LoadOptions {
         let packed = (self == Self::Packed).then_some(Activations::Exact);
         LoadOptions::default().with_packed(packed)
     }
 }
 
-/// Loads a model to be trained.
 pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loaded> {
     let loaded = load_with(path, device, weights.options())?;
     if weights == Weights::Packed && !loaded.model.is_packed() {
@@ -119,7 +117,6 @@ pub(crate) fn load(path: &Path, device: &Device, weights: Weights) -> Result<Loa
     Ok(loaded)
 }
 
-/// The origin of the initial weights.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Origin {

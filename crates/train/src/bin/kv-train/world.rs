@@ -120,7 +120,6 @@ struct Spec {
 /// The file name of [`Spec`].
 const SPEC: &str = "run.json";
 
-/// Starts a run.
 pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Outcome> {
     let config = WorldConfig {
         maze: args.maze,

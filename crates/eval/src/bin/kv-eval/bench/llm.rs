@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles};
+use kv_cli::NamedFiles;
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
@@ -23,7 +23,7 @@ use crate::{
   kv-eval bench llm --model SmolLM2-135M.gguf --prompt 512 --generate 128 --depths 0,4096")]
 pub(crate) struct LlmArgs {
     #[command(flatten)]
-    on: ModelArgs,
+    pub(super) on: ModelArgs,
     /// Cache or policy to time; repeatable.
     #[arg(long = "cache", default_values = ["float", "k4v4"])]
     caches: Vec<NamedCache>,
@@ -54,10 +54,6 @@ impl LlmArgs {
             configs(&self.caches),
             deepest.saturating_add(self.prompt.max(self.generate)),
         )
-    }
-
-    pub(super) fn backend(&self) -> Backend {
-        self.on.backend
     }
 
     pub(super) fn files(&self) -> NamedFiles<'_> {

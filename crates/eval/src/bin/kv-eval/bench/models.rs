@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{Backend, NamedFiles, note};
+use kv_cli::{NamedFiles, note};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
 use kv_models::LanguageModel;
@@ -21,13 +21,12 @@ use crate::{
     source,
 };
 
-/// Longest default context.
 const LONGEST: usize = 8000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelBench {
     #[command(flatten)]
-    on: ModelArgs,
+    pub(super) on: ModelArgs,
     /// Cache or policy to time; repeatable.
     #[arg(long = "cache", default_values = [
         "float", "float-f16", "k4v4", "k2v2",
@@ -52,7 +51,7 @@ pub(crate) struct ModelBench {
   kv-eval bench decode --model models/austen --batch 1,8 --plot decode.svg")]
 pub(crate) struct DecodeArgs {
     #[command(flatten)]
-    bench: ModelBench,
+    pub(super) bench: ModelBench,
     /// Decode steps per cache and context length; the median is reported.
     #[arg(long, default_value_t = 15)]
     samples: usize,
@@ -70,7 +69,7 @@ pub(crate) struct DecodeArgs {
   kv-eval bench prefill --model SmolLM2-135M.gguf --contexts 512,2048")]
 pub(crate) struct PrefillArgs {
     #[command(flatten)]
-    bench: ModelBench,
+    pub(super) bench: ModelBench,
     /// Repetitions per prompt, after one that measures memory; the median is reported.
     #[arg(long, default_value_t = 3)]
     samples: usize,
@@ -187,28 +186,8 @@ pub(super) fn prefill<T: Target>(
     sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
-impl DecodeArgs {
-    pub(super) fn backend(&self) -> Backend {
-        self.bench.on.backend
-    }
-
-    pub(super) fn files(&self) -> NamedFiles<'_> {
-        self.bench.files()
-    }
-}
-
-impl PrefillArgs {
-    pub(super) fn backend(&self) -> Backend {
-        self.bench.on.backend
-    }
-
-    pub(super) fn files(&self) -> NamedFiles<'_> {
-        self.bench.files()
-    }
-}
-
 impl ModelBench {
-    fn files(&self) -> NamedFiles<'_> {
+    pub(super) fn files(&self) -> NamedFiles<'_> {
         policies(NamedFiles::default(), &self.caches)
             .reads_model("model", self.on.source.given())
             .writes("json", self.json.as_deref())
@@ -245,7 +224,6 @@ impl ModelBench {
         contexts
     }
 
-    /// Creates a progress bar for `tokens` tokens with each cache.
     fn progress(&self, tokens: usize) -> ProgressBar {
         ProgressBar::new(tokens.saturating_mul(self.caches.len()) as u64)
     }

@@ -29,7 +29,6 @@ pub(super) struct Common {
     pub(super) json: Option<PathBuf>,
 }
 
-/// The JSON report of a benchmark.
 #[derive(Serialize)]
 struct Output<'a, P> {
     command: Vec<String>,
@@ -50,7 +49,6 @@ pub(super) fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()>
     crate::common::check_memory(needed, copied, device, "time a smaller shape")
 }
 
-/// The outputs of a benchmark.
 pub(super) struct Sinks {
     screen: Screen,
     json: Option<OutFile>,
