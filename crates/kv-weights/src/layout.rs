@@ -37,11 +37,7 @@ impl PackedLayout {
             .and_then(|n| n.checked_mul(rows))
         {
             Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
-            _ => Err(invalid(
-                "rows",
-                rows,
-                "must not exceed the largest number of bytes that can be addressed",
-            )),
+            _ => Err(invalid("rows", rows, "must not need more bytes than can be addressed")),
         }
     }
 

@@ -42,7 +42,7 @@ fn bad_input_is_rejected(device: &Device) {
     );
     says(
         new(18, WeightFormat::Q4_0, [usize::MAX / 4, 64]),
-        "rows 4611686018427387903: must not exceed the largest number of bytes that can be addressed",
+        "rows 4611686018427387903: must not need more bytes than can be addressed",
     );
     says(
         "q3_k".parse::<WeightFormat>(),

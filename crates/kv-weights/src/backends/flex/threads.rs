@@ -15,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-/// Time for which an idle thread stays awake: longer than the time between two products of a decode step.
+/// Time for which an idle thread stays awake, longer than that between two products of a step.
 const AWAKE: Duration = Duration::from_micros(200);
 /// Pauses before a waiting thread checks the clock and looks for other tasks.
 const PAUSES: usize = 32;

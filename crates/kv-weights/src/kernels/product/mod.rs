@@ -4,9 +4,9 @@
 //! Every unit has several rows, so that each activation is loaded once for all of them. Weights are
 //! unpacked in registers.
 //!
-//! **Supported**: all formats; any number of rows of activations, of which a cube takes up to eight
-//! at a time; up to three stacked matrices of one format; a root mean square norm before the
-//! product; a bias, a gate and a residual after it; and products with a picked expert for each row.
+//! **Supported**: all formats; any number of rows of activations, up to eight per cube; up to three
+//! stacked matrices of one format; a root mean square norm before the product; a bias, a gate and a
+//! residual after it; and products with a picked expert for each row.
 //!
 //! **Rejected** ([`Error::Unsupported`](crate::Error::Unsupported)): sizes for which the device has
 //! too few cubes or too narrow indices.

@@ -435,6 +435,22 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
             }
         }
     }
+    // SAFETY: the caller provides the room.
+    unsafe { store(&sums, out, stride, there) };
+}
+
+/// Writes the first `there` sums of each row.
+///
+/// # Safety
+/// The same as for [`multiply_all`].
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn store<const R: usize>(
+    sums: &[[__m512; 2]; R],
+    out: *mut f32,
+    stride: usize,
+    there: usize,
+) {
     let mask = u32::MAX >> (PANEL - there);
     for (r, sums) in sums.iter().enumerate() {
         for (half, sum) in sums.iter().enumerate() {
