@@ -5,7 +5,7 @@ use crate::KvCacheConfig;
 
 /// Keys and values that one query row sees, as indices into the attended tensors.
 ///
-/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and `value_hat_end`
+/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and `quantized_values_end`
 /// are quantized, the others are in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
@@ -15,7 +15,7 @@ pub struct RowView {
     /// itself.
     pub quantized_keys_end: usize,
     /// Values before it are seen quantized, as keys.
-    pub value_hat_end: usize,
+    pub quantized_values_end: usize,
     /// The first key and value that the row does not see.
     pub end: usize,
 }
@@ -63,13 +63,13 @@ impl StreamSpec {
         let counts = self.schedule.counts(len);
         RowView {
             begin: self.begin(row),
-            quantized_keys_end: self.hat_end(counts.keys),
-            value_hat_end: self.hat_end(counts.values),
+            quantized_keys_end: self.quantized_end(counts.keys),
+            quantized_values_end: self.quantized_end(counts.values),
             end: self.end(row),
         }
     }
 
-    const fn hat_end(&self, count: usize) -> usize {
+    const fn quantized_end(&self, count: usize) -> usize {
         match count {
             0 => 0,
             _ => (self.schedule.sink_tokens + count).saturating_sub(self.first_key),

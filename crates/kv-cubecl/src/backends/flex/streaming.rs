@@ -77,8 +77,8 @@ impl Problem {
                 begin: if self.spec.schedule.sliding_window.is_some() { first.begin } else { 0 },
                 visible: last.end.min(self.n),
                 hat_keys: first.quantized_keys_end,
-                hat_values: first.value_hat_end,
-                hat_values_last: last.value_hat_end,
+                hat_values: first.quantized_values_end,
+                hat_values_last: last.quantized_values_end,
             });
             start = end;
         }
@@ -335,7 +335,8 @@ pub(super) fn split_band(
     let (mut hat, mut float) = (vec![0.0; rows * width], vec![0.0; rows * width]);
     for row in 0..rows {
         let token = block.start + row % block.len();
-        let seen = problem.spec.view(token).value_hat_end.clamp(band.start, band.end) - band.start;
+        let seen =
+            problem.spec.view(token).quantized_values_end.clamp(band.start, band.end) - band.start;
         let source = &p[row * n + band.start - columns.start..][..width];
         hat[row * width..][..seen].copy_from_slice(&source[..seen]);
         float[row * width + seen..(row + 1) * width].copy_from_slice(&source[seen..]);
@@ -375,7 +376,7 @@ fn add_by_rows(
     let d = problem.head_dim.values;
     let rows = p.chunks_exact(columns.len()).zip(out.chunks_exact_mut(d));
     for (row, (p, out)) in rows.enumerate() {
-        let hat = problem.spec.view(block.start + row % block.len()).value_hat_end;
+        let hat = problem.spec.view(block.start + row % block.len()).quantized_values_end;
         let seen = block.seen(problem, row, columns);
         let (begin, end) = (columns.start + seen.start, columns.start + seen.end);
         for token in tokens.start.max(begin)..tokens.end.min(end) {

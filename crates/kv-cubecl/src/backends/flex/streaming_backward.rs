@@ -210,7 +210,7 @@ fn backward_tile(
     for row in 0..n_rows {
         let (ds, p) = (&mut ds[row * n..][..n], &p[row * n..][..n]);
         let token = block.start + row % block.len();
-        let seen = problem.spec.view(token).value_hat_end.clamp(band.start, band.end);
+        let seen = problem.spec.view(token).quantized_values_end.clamp(band.start, band.end);
         ds[seen - columns.start..band.end - columns.start]
             .copy_from_slice(&d_band[row * width + seen - band.start..(row + 1) * width]);
         let delta = rows.delta[row];
@@ -250,7 +250,7 @@ fn backward_by_rows(
     let row_of = |row: usize, d: usize| row * d..(row + 1) * d;
     let Sides { keys: key_dim, values: value_dim } = problem.head_dim;
     for row in 0..rows.delta.len() {
-        let hat_values = problem.spec.view(block.start + row % block.len()).value_hat_end;
+        let hat_values = problem.spec.view(block.start + row % block.len()).quantized_values_end;
         let own = row_of(row, key_dim);
         let (query, grad) = (&rows.query[own.clone()], &rows.grad[row_of(row, value_dim)]);
         for column in block.seen(problem, row, columns) {

@@ -73,9 +73,9 @@ pub(crate) struct CacheBindings {
     pub(crate) values: BufferArg,
     /// Float rows.
     pub(crate) floats: BufferArg,
-    /// i32, `[1]` or one for each sequence: the position of the newest token, which says how many
-    /// there are, read by the kernel instead of being told by the problem; below 0 for a sequence
-    /// that takes no part. How many positions there are is beside it.
+    /// Positions of the newest tokens, i32, `[1]` or one for each sequence, and their number. The
+    /// kernel then reads from them how many tokens there are; below 0 stands for a sequence that
+    /// takes no part.
     pub(crate) position: Option<(BufferArg, usize)>,
     /// Rope table for the token's key or query.
     pub(crate) rope: Option<RopeBinding>,

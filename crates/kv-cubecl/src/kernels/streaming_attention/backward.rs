@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::kernel::{
-    Block, KEYS, ROWS, StreamArgs, StreamBlueprint, dot, hat_end, last_visible, score_of, sees,
-    sinks, skip_hidden, visible,
+    Block, KEYS, ROWS, StreamArgs, StreamBlueprint, dot, last_visible, quantized_end, score_of,
+    sees, sinks, skip_hidden, visible,
 };
 use crate::kernels::grid::cube_at;
 
@@ -53,8 +53,8 @@ fn weight_and_gradient(
     let value_dim = comptime!(bp.head_dim.values);
     let slice = head / args.n_rep;
     let row_of_all = head * args.m + row;
-    let hat_key = at < hat_end(row, &args.schedule.keys, args);
-    let hat_value = at < hat_end(row, &args.schedule.values, args);
+    let hat_key = at < quantized_end(row, &args.schedule.keys, args);
+    let hat_value = at < quantized_end(row, &args.schedule.values, args);
     let k = element(at, hat_key, slice, inputs.slices, args.n, key_dim);
     let v = element(at, hat_value, slice, inputs.slices, args.n, value_dim);
     let product = dot::<f32>(&inputs.query, row_of_all * key_dim, &inputs.keys, k, key_dim);
@@ -95,7 +95,7 @@ fn add_keys(
             #[unroll]
             for r in 0..ROWS {
                 let row = block.first_row + r;
-                let seen_hat = hat_end(row, &args.schedule.keys, args);
+                let seen_hat = quantized_end(row, &args.schedule.keys, args);
                 let end_of_row = visible(row, args);
                 let mut sum = acc[r * channels + i];
                 for t in 0..KEYS {
@@ -198,8 +198,8 @@ fn add_rows(
     for r in 0..ROWS_PER_STEP {
         let row = start + r;
         if row < args.m {
-            let hat_keys = hat_end(row, &args.schedule.keys, args);
-            let hat_values = hat_end(row, &args.schedule.values, args);
+            let hat_keys = quantized_end(row, &args.schedule.keys, args);
+            let hat_values = quantized_end(row, &args.schedule.values, args);
             let end = visible(row, args);
             #[unroll]
             for i in 0..channels {

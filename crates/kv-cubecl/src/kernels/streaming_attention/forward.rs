@@ -2,7 +2,9 @@
 
 use cubecl::prelude::*;
 
-use super::kernel::{Block, Inputs, StreamArgs, hat_end, score_of, sees, skip_hidden, visible};
+use super::kernel::{
+    Block, Inputs, StreamArgs, quantized_end, score_of, sees, skip_hidden, visible,
+};
 use crate::kernels::{
     decode_attention::{DOWN, LOWEST},
     grid::cube_at,
@@ -58,13 +60,13 @@ fn products<Q: Float, N: Size>(
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut run_hat = Array::<f32>::new(comptime!(4 * bp.blocks.unit_tokens));
         let mut queries = Array::<usize>::new(rows);
-        let mut hat_ends = Array::<usize>::new(rows);
+        let mut quantized_ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
             // Rows past the last one repeat it, and are not written.
             let row = clamp_max(block.first_row + r, args.m - 1);
             queries[r] = (block.head * args.m + row) * width;
-            hat_ends[r] = hat_end(row, &args.schedule.keys, args);
+            quantized_ends[r] = quantized_end(row, &args.schedule.keys, args);
         }
         for column in 0..width {
             #[unroll]
@@ -85,7 +87,7 @@ fn products<Q: Float, N: Size>(
                     for k in 0..4usize {
                         let mut channel = run[t * 4 + k];
                         if comptime!(bp.keys) {
-                            let hat = token + t < hat_ends[r];
+                            let hat = token + t < quantized_ends[r];
                             channel = select(hat, run_hat[t * 4 + k], channel);
                         }
                         score += f32::cast_from(q.extract(k)) * channel;
@@ -171,11 +173,11 @@ fn add_values<Q: Float, N: Size>(
     let strides = comptime!(bp.blocks.strides());
     let (first_row, first_value) = (block.first_row, block.head / args.n_rep * args.n);
     if state.stride < strides {
-        let mut hat_ends = Array::<usize>::new(rows);
+        let mut quantized_ends = Array::<usize>::new(rows);
         let mut ends = Array::<usize>::new(rows);
         #[unroll]
         for r in 0..rows {
-            hat_ends[r] = hat_end(first_row + r, &args.schedule.values, args);
+            quantized_ends[r] = quantized_end(first_row + r, &args.schedule.values, args);
             ends[r] = visible(first_row + r, args);
         }
         let mut run = Array::<f32>::new(comptime!(4 * bp.blocks.unit_channels));
@@ -201,7 +203,7 @@ fn add_values<Q: Float, N: Size>(
                     for t in 0..4usize {
                         let mut channel = run[t * unit_channels + c];
                         if comptime!(bp.values) {
-                            let hat = token + t < hat_ends[r];
+                            let hat = token + t < quantized_ends[r];
                             channel = select(hat, run_hat[t * unit_channels + c], channel);
                         }
                         if comptime!(masked) {

@@ -79,9 +79,9 @@ pub(super) struct Block {
 }
 
 /// Number of keys or values, from the first, that `row` sees quantized: `quantized_keys_end` or
-/// `value_hat_end` of its [`RowView`](crate::layout::RowView).
+/// `quantized_values_end` of its [`RowView`](crate::layout::RowView).
 #[cube]
-pub(super) fn hat_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {
+pub(super) fn quantized_end(row: usize, side: &SideScheduleArgs, args: &StreamArgs) -> usize {
     let count = quantized(args.first_query + row + 1, side, &args.schedule);
     let mut end = 0usize;
     if count > 0 && args.schedule.sinks + count > args.first_key {
@@ -225,7 +225,7 @@ fn score<Q: Float>(
         if row < args.m && sees(row, at, visible(row, args), args, bp.window) {
             let q = (block.head * args.m + row) * key_dim;
             let k = (block.head / args.n_rep * args.n + at) * key_dim;
-            let product = if at < hat_end(row, &args.schedule.keys, args) {
+            let product = if at < quantized_end(row, &args.schedule.keys, args) {
                 dot::<Q>(&inputs.query, q, &inputs.key_hat, k, key_dim)
             } else {
                 dot::<Q>(&inputs.query, q, &inputs.key, k, key_dim)
@@ -279,7 +279,7 @@ fn add_values<Q: Float>(
             #[unroll]
             for r in 0..ROWS {
                 let row = block.first_row + r;
-                let seen_hat = hat_end(row, &args.schedule.values, args);
+                let seen_hat = quantized_end(row, &args.schedule.values, args);
                 let end = visible(row, args);
                 let mut sum = acc[r * channels + i] * rows.rescale[r];
                 for t in 0..KEYS {
