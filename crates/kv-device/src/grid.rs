@@ -128,7 +128,7 @@ fn spread(total: usize, most: [usize; 3]) -> Option<[usize; 3]> {
 
 /// Position of a cube in a planned grid, whether spread over the axes or not.
 #[derive(CubeType)]
-pub struct Place {
+pub struct CubePosition {
     pub x: usize,
     pub y: usize,
     /// At or beyond the planned grid's end in cubes that have no work.
@@ -138,11 +138,11 @@ pub struct Place {
 /// Position of this cube in a planned grid of `x` times `y` times any number of cubes; `flat` is
 /// [`Grid::flat`].
 #[cube]
-pub fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> Place {
+pub fn cube_at(x: usize, y: usize, #[comptime] flat: bool) -> CubePosition {
     if comptime!(flat) {
-        Place { x: CUBE_POS % x, y: CUBE_POS / x % y, z: CUBE_POS / x / y }
+        CubePosition { x: CUBE_POS % x, y: CUBE_POS / x % y, z: CUBE_POS / x / y }
     } else {
-        Place { x: CUBE_POS_X as usize, y: CUBE_POS_Y as usize, z: CUBE_POS_Z as usize }
+        CubePosition { x: CUBE_POS_X as usize, y: CUBE_POS_Y as usize, z: CUBE_POS_Z as usize }
     }
 }
 

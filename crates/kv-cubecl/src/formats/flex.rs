@@ -3,7 +3,7 @@
 use core::ops::Range;
 
 use crate::{
-    layout::PackedPlace,
+    layout::PackedLayout,
     simd::{add_rows, score_rows},
 };
 
@@ -17,7 +17,7 @@ pub(crate) const SCRATCH_ROWS: usize = 8;
 pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
-    pub(crate) place: PackedPlace,
+    pub(crate) place: PackedLayout,
     /// The tokens of this run. The first one begins a block.
     pub(crate) tokens: Range<usize>,
     /// Requested tokens before this run that are not packed.
@@ -43,7 +43,7 @@ impl PackedRun<'_> {
     /// its rows.
     pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
         let Self { ref place, ref tokens, .. } = *self;
-        let PackedPlace { spec, head_dim, .. } = *place;
+        let PackedLayout { spec, head_dim, .. } = *place;
         // A tile is whole blocks, although the run may end within a block.
         let block_tokens = spec.block_tokens();
         let step = block_tokens.max(TILE / block_tokens * block_tokens);
@@ -61,15 +61,15 @@ impl PackedRun<'_> {
 pub(crate) trait CpuCodec: Sync {
     /// Quantizes `rows`, whole blocks of `[tokens, head_dim]`, into the words of a slice from token
     /// `first` on.
-    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace);
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedLayout);
 
     /// Restores `rows`, whole blocks of `[tokens, head_dim]`, from the words of a slice from token
     /// `first` on.
-    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace);
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout);
 
     /// Adds the gradient through the parameters to `grad`, the gradient of fake-quantized `rows`:
     /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace);
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout);
 
     /// Computes `scores[r * n + t] = query_r . key_t`, by default from restored keys.
     fn score(

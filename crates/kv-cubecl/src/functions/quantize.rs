@@ -7,7 +7,7 @@ use half::f16;
 use crate::{
     Error, Granularity, KvCacheOps, KvFormat, Result, Side, SteGradient,
     error::invalid,
-    layout::{PackedPlace, QuantSpec},
+    layout::{PackedLayout, QuantSpec},
     shapes,
 };
 
@@ -25,8 +25,8 @@ pub struct Packed {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Logical {
     /// Code words, least significant bits first, consecutive elements of the grouped axis in one
-    /// word: `[batch, n_kv_heads, tokens / codes_per_word, head_dim]` per channel,
-    /// `[batch, n_kv_heads, tokens, head_dim / codes_per_word]` per token.
+    /// word: `[batch, n_kv_heads, tokens * bits / 32, head_dim]` per channel,
+    /// `[batch, n_kv_heads, tokens, head_dim * bits / 32]` per token.
     pub codes: Vec<u32>,
     /// One f16 scale per group, `[batch, n_kv_heads, groups, head_dim]` per channel,
     /// `[batch, n_kv_heads, tokens, groups]` per token. Where scales are powers of two it is empty.
@@ -101,7 +101,7 @@ impl Packed {
     /// [`to_logical`](Self::to_logical) of one (batch, head), where parameters share words.
     fn slice_to_logical(&self, words: &[u32], out: &mut Logical) {
         let [_, _, tokens, head_dim] = self.shape;
-        let place = PackedPlace { spec: self.spec, head_dim, tokens };
+        let place = PackedLayout { spec: self.spec, head_dim, tokens };
         out.codes.extend_from_slice(&words[..place.parameters()]);
         for token in 0..tokens {
             for group in 0..self.spec.groups(head_dim) {

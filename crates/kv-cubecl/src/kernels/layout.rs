@@ -75,7 +75,7 @@ pub(crate) struct SideArgs {
 
 /// Where a parameter is that shares its word with others.
 #[derive(CubeType)]
-pub(crate) struct ParameterPlace {
+pub(crate) struct ParameterAddress {
     /// The word, counted from the first of its slice.
     pub(crate) word: usize,
     /// The lowest bit in it.
@@ -83,20 +83,20 @@ pub(crate) struct ParameterPlace {
 }
 
 /// Returns the position of a group's parameter for the token in a slot, where parameters share
-/// words: [`PackedPlace::parameter`](crate::layout::PackedPlace::parameter).
+/// words: [`PackedLayout::parameter`](crate::layout::PackedLayout::parameter).
 #[cube]
-pub(crate) fn parameter_place(
+pub(crate) fn parameter_address(
     slot: usize,
     group: usize,
     tokens: usize,
     head_dim: usize,
     #[comptime] spec: QuantSpec,
-) -> ParameterPlace {
+) -> ParameterAddress {
     let per_word = comptime!(32 / spec.format.parameter_bits());
     let bits = comptime!(spec.format.parameter_bits() as u32);
     let nth = slot * (head_dim / spec.group_size) + group;
     let first = tokens * (head_dim / comptime!(32 / spec.n_bits as usize));
-    ParameterPlace { word: first + nth / per_word, shift: (nth % per_word) as u32 * bits }
+    ParameterAddress { word: first + nth / per_word, shift: (nth % per_word) as u32 * bits }
 }
 
 /// A parameter that shares its word.

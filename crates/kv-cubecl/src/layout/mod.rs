@@ -4,21 +4,21 @@
 //!
 //! - **float rows**, `head_dim` wide: the sinks, then a ring of recent tokens, first for the keys,
 //!   then for the values, whose rows may be of another width;
-//! - **packed keys**: per group of G tokens `G / codes_per_word` rows of code words and one row of
+//! - **packed keys**: per group of G tokens `G * bits / 32` rows of code words and one row of
 //!   parameters, each `head_dim` wide, channels innermost;
-//! - **packed values**: per token `head_dim / codes_per_word` code words, then `head_dim / G`
+//! - **packed values**: per token `head_dim * bits / 32` code words, then `head_dim / G`
 //!   parameter words. A parameter word is two f16: the scale in the low half, the minimum in the
 //!   high half;
-//! - or, in the formats that quantize each token by itself, **packed keys or values**: `head_dim /
-//!   codes_per_word` code words per token, then the parameters of all tokens, of 16 or 8 bits each.
-//!   A parameter word is shared by several groups or tokens ([`PackedPlace`]).
+//! - or, in the formats that quantize each token by itself, **packed keys or values**: `head_dim *
+//!   bits / 32` code words per token, then the parameters of all tokens, of 16 or 8 bits each.
+//!   A parameter word is shared by several groups or tokens ([`PackedLayout`]).
 
 mod packed;
 mod schedule;
 mod side;
 mod view;
 
-pub use packed::PackedPlace;
+pub use packed::PackedLayout;
 pub use schedule::{QuantizedCounts, Schedule, SideSchedule};
 pub use side::SideLayout;
 pub use view::{RowView, StreamSpec};

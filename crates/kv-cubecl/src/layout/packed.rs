@@ -5,7 +5,7 @@ use super::QuantSpec;
 /// The words of the packed tokens of one (batch, kv head): how many tokens there is room for, and
 /// how they are quantized. Tokens are counted by their slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PackedPlace {
+pub struct PackedLayout {
     /// Quantization of the tokens.
     pub spec: QuantSpec,
     /// Channels.
@@ -14,7 +14,7 @@ pub struct PackedPlace {
     pub tokens: usize,
 }
 
-impl PackedPlace {
+impl PackedLayout {
     /// All words.
     pub const fn words(&self) -> usize {
         self.spec.words(self.tokens, self.head_dim)

@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 
-use super::PackedPlace;
+use super::PackedLayout;
 use crate::formats::QuantSpec;
 
 /// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of
@@ -60,9 +60,9 @@ impl SideLayout {
     }
 
     /// Where the words of packed tokens are; `None` if all stay in float.
-    pub fn packed(&self) -> Option<PackedPlace> {
+    pub fn packed(&self) -> Option<PackedLayout> {
         let Self { head_dim, packed_tokens: tokens, .. } = *self;
-        self.spec.map(|spec| PackedPlace { spec, head_dim, tokens })
+        self.spec.map(|spec| PackedLayout { spec, head_dim, tokens })
     }
 
     /// Packed words of one (batch, kv head) slice.

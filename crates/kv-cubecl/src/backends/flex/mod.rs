@@ -29,7 +29,7 @@ use rayon::prelude::*;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
-    layout::{CacheLayout, PackedPlace, QuantSpec, Sides, StreamSpec},
+    layout::{CacheLayout, PackedLayout, QuantSpec, Sides, StreamSpec},
     scores::DOWN,
     shapes, simd,
 };
@@ -40,7 +40,7 @@ impl KvCacheOps for Flex {
         let [_, _, tokens, head_dim] = shape;
         let input = input.to_contiguous();
         let (out_shape, format) = (shapes::packed(shape, &spec), spec.format.on_cpu());
-        let place = PackedPlace { spec, head_dim, tokens };
+        let place = PackedLayout { spec, head_dim, tokens };
         let mut words = vec![0u32; out_shape.iter().product()];
         let slice = tokens * head_dim;
         words
@@ -56,7 +56,7 @@ impl KvCacheOps for Flex {
         shape: [usize; 4],
     ) -> FloatTensor<Self> {
         let [_, _, tokens, head_dim] = shape;
-        let (place, format) = (PackedPlace { spec, head_dim, tokens }, spec.format.on_cpu());
+        let (place, format) = (PackedLayout { spec, head_dim, tokens }, spec.format.on_cpu());
         let packed = packed.to_contiguous();
         let mut out = vec![0.0; shape.iter().product()];
         out.par_chunks_mut(tokens * head_dim)
@@ -79,7 +79,7 @@ impl KvCacheOps for Flex {
             // A few groups at a time, in one small buffer: their packed form is not kept.
             let block_tokens = spec.block_tokens();
             let step = block_tokens.max(RESTORED / block_tokens * block_tokens);
-            let place = PackedPlace { spec, head_dim, tokens: step.min(grouped.len()) };
+            let place = PackedLayout { spec, head_dim, tokens: step.min(grouped.len()) };
             let mut words = vec![0; place.words()];
             let part = &mut slice[grouped.start * head_dim..grouped.end * head_dim];
             for part in part.chunks_mut(step * head_dim) {
@@ -101,7 +101,7 @@ impl KvCacheOps for Flex {
         let (input, mut grad) = (input.to_contiguous(), grad.to_contiguous());
         let (grouped, format) = (grouped(tokens, skip, &spec), spec.format.on_cpu());
         let part = grouped.start * head_dim..grouped.end * head_dim;
-        let place = PackedPlace { spec, head_dim, tokens: grouped.len() };
+        let place = PackedLayout { spec, head_dim, tokens: grouped.len() };
         grad.storage_mut::<f32>()
             .par_chunks_mut(tokens * head_dim)
             .zip(input.storage::<f32>().par_chunks(tokens * head_dim))

@@ -10,7 +10,7 @@ use crate::{
         flex::{CpuCodec, PackedRun},
         scaled::flex::{Scaled, half_scale, half_value},
     },
-    layout::PackedPlace,
+    layout::PackedLayout,
 };
 
 /// Tokens whose words are converted to affine words at a time.
@@ -59,7 +59,7 @@ impl Scaled for Int8 {
         n: usize,
         scratch: &mut [f32],
     ) -> bool {
-        let PackedPlace { spec, head_dim, .. } = keys.place;
+        let PackedLayout { spec, head_dim, .. } = keys.place;
         let (block_tokens, codes) = (spec.block_tokens(), spec.code_words() * head_dim);
         let step = (TILE / block_tokens).max(1) * block_tokens;
         let mut words = vec![0; spec.words(step, head_dim)];
@@ -82,7 +82,7 @@ impl Scaled for Int8 {
                     *parameter = scale | u32::from(f16::from_f32(-128.0 * value).to_bits()) << 16;
                 }
             }
-            let place = PackedPlace { spec: affine, head_dim, tokens: whole };
+            let place = PackedLayout { spec: affine, head_dim, tokens: whole };
             let run = PackedRun { words: &words, place, tokens: 0..count, skipped: 0 };
             let first = token - keys.tokens.start;
             Affine.score(&run, query, &mut scores[first..], n, scratch);

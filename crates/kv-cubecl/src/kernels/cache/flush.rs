@@ -11,7 +11,7 @@ use crate::{
             scale,
         },
     },
-    kernels::layout::{SideArgs, packed_slot, parameter_place},
+    kernels::layout::{SideArgs, packed_slot, parameter_address},
 };
 
 /// A run of elements that a unit quantizes as one group, and where its words go.
@@ -90,7 +90,7 @@ pub(super) fn flush_tokens<R: Float, C: Float>(
                 stride: 1usize,
             };
             let param = quantize_run::<R, C>(floats, words, chunk, &run, lengths, side, bp);
-            let place = parameter_place(slot, group, side.packed_tokens, side.head_dim, spec);
+            let place = parameter_address(slot, group, side.packed_tokens, side.head_dim, spec);
             let others = words[base + place.word] & !(mask << place.shift);
             words[base + place.word] = others | (param << place.shift);
         }

@@ -9,8 +9,8 @@ use crate::{
         cube::{code_in, high_bits, high_shift, high_word, low_word, offset, restore, scale},
     },
     kernels::{
-        decode_attention::{value_place, word_at},
-        layout::{SideArgs, parameter_in, parameter_place},
+        decode_attention::{value_address, word_at},
+        layout::{SideArgs, parameter_address, parameter_in},
     },
 };
 
@@ -88,7 +88,7 @@ fn restore_tokens<N: Size>(
     for t in 0..comptime!(bp.blocks.unit_tokens) {
         // Tokens past the end are read as the last one, and masked by the caller.
         let slot = clamp_max(token + t, end - 1);
-        let place = parameter_place(slot, group, side.packed_tokens, key_dim, spec);
+        let place = parameter_address(slot, group, side.packed_tokens, key_dim, spec);
         let param = word_at::<N>(keys, slice_base, place.word, 4usize);
         let scale = scale(parameter_in(param, place.shift, spec), spec);
         let at = slot * comptime!(bp.blocks.head_dim.keys / spec.codes_per_word());
@@ -139,7 +139,7 @@ pub(super) fn restore_value(
     let channels = comptime!(bp.blocks.unit_channels);
     let group = block * channels / spec.group_size;
     let head_dim = comptime!(bp.blocks.head_dim.values);
-    let place = value_place(values, slice_base, token, group, side, head_dim, spec);
+    let place = value_address(values, slice_base, token, group, side, head_dim, spec);
     let codes_of_group = place.line + group * comptime!(spec.code_words());
     let first_run = block * channels % spec.group_size / codes;
     let scale = scale(place.parameter, spec);

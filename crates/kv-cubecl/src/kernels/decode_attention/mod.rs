@@ -32,7 +32,7 @@ pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
 pub(crate) use score::word_at;
 pub(crate) use tiles::{LOWEST, weight_of};
-pub(crate) use values::value_place;
+pub(crate) use values::value_address;
 
 /// Kernels always multiply weights with it, so values below 2^-102 lose digits.
 pub(crate) use crate::scores::DOWN;

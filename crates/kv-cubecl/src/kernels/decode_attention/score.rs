@@ -14,7 +14,7 @@ use crate::{
         cube::{element, high_shift, high_word, low_word, offset, scale},
     },
     kernels::{
-        layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
+        layout::{SideArgs, float_element, packed_slot, parameter_address, parameter_in},
         scores::softcap,
     },
 };
@@ -305,7 +305,7 @@ fn scale_of<N: Size>(
     #[comptime] spec: QuantSpec,
     #[comptime] bp: DecodeBlueprint,
 ) -> f32 {
-    let place = parameter_place(slot, group, side.packed_tokens, bp.head_dim.keys, spec);
+    let place = parameter_address(slot, group, side.packed_tokens, bp.head_dim.keys, spec);
     let word = word_at::<N>(keys, slice_base, place.word, bp.vector);
     scale(parameter_in(word, place.shift, spec), spec)
 }

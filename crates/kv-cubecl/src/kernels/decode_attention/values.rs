@@ -13,7 +13,7 @@ use crate::{
         QuantSpec,
         cube::{element, high_bits, low_word, offset, scale},
     },
-    kernels::layout::{SideArgs, float_element, packed_slot, parameter_in, parameter_place},
+    kernels::layout::{SideArgs, float_element, packed_slot, parameter_address, parameter_in},
 };
 
 /// Adds to the unit's outputs its block of channels of every `strides`-th token.
@@ -84,7 +84,7 @@ fn add_packed(
     let codes = comptime!(spec.codes_per_word());
     let channel = state.block * unit_channels;
     let group = channel / spec.group_size;
-    let place = value_place(values, slice_base, token, group, side, bp.head_dim.values, spec);
+    let place = value_address(values, slice_base, token, group, side, bp.head_dim.values, spec);
     let codes_of_group = place.line + group * comptime!(spec.code_words());
     let first_run = channel % spec.group_size / codes;
     let scale = scale(place.parameter, spec);
@@ -115,7 +115,7 @@ fn add_packed(
 
 /// The words of the packed value in a slot.
 #[derive(CubeType)]
-pub(crate) struct ValuePlace {
+pub(crate) struct ValueAddress {
     /// First word of its codes.
     pub(crate) line: usize,
     /// Parameter of one of its groups.
@@ -125,7 +125,7 @@ pub(crate) struct ValuePlace {
 /// The words of the packed value in a slot, of a slice that begins at word `base`, and the
 /// parameter of a group.
 #[cube]
-pub(crate) fn value_place(
+pub(crate) fn value_address(
     values: &[u32],
     base: usize,
     slot: usize,
@@ -133,15 +133,15 @@ pub(crate) fn value_place(
     side: &SideArgs,
     #[comptime] head_dim: usize,
     #[comptime] spec: QuantSpec,
-) -> ValuePlace {
+) -> ValueAddress {
     let n_words = comptime!(spec.words_of_codes(head_dim));
     if comptime!(spec.packs_parameters()) {
-        let place = parameter_place(slot, group, side.packed_tokens, head_dim, spec);
+        let place = parameter_address(slot, group, side.packed_tokens, head_dim, spec);
         let parameter = parameter_in(values[base + place.word], place.shift, spec);
-        ValuePlace { line: base + slot * n_words, parameter }
+        ValueAddress { line: base + slot * n_words, parameter }
     } else {
         let line = base + slot * comptime!(head_dim / spec.group_size * spec.words_per_group());
-        ValuePlace { line, parameter: values[line + n_words + group] }
+        ValueAddress { line, parameter: values[line + n_words + group] }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     },
     kernels::{
         ELEMENTWISE_UNITS,
-        layout::{parameter_in, parameter_place},
+        layout::{parameter_address, parameter_in},
     },
 };
 
@@ -103,7 +103,7 @@ pub(super) fn dequantize(
             let first = token / tokens * slice_words;
             let slot = token % tokens;
             base = first + slot * groups * code_words;
-            let place = parameter_place(slot, group, tokens, head_dim, spec);
+            let place = parameter_address(slot, group, tokens, head_dim, spec);
             parameter_in(words[first + place.word], place.shift, spec)
         } else {
             words[base + groups * code_words + group]

@@ -75,9 +75,9 @@ impl<const CODES: usize> Lanes<CODES> {
 
 /// The places of a group's codes, as in [`QuantSpec`](crate::layout::QuantSpec), for a number of
 /// bits known at compile time.
-pub(super) struct Place<const BITS: usize>;
+pub(super) struct CodeLayout<const BITS: usize>;
 
-impl<const BITS: usize> Place<BITS> {
+impl<const BITS: usize> CodeLayout<BITS> {
     /// True if the high bit of each code is in another word.
     pub(super) const SPLIT: bool = BITS == 3;
 
@@ -186,13 +186,13 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
     /// Returns the number of words that the low bits of one vector come from.
     #[inline(always)]
     fn words() -> usize {
-        (u32::lanes::<S>() / Place::<BITS>::CODES).max(1)
+        (u32::lanes::<S>() / CodeLayout::<BITS>::CODES).max(1)
     }
 
     /// Makes a reader for vectors that start at element `first`, a multiple of the lanes.
     #[inline(always)]
     pub(super) fn at(first: usize) -> Self {
-        let low = match Place::<BITS>::CODES {
+        let low = match CodeLayout::<BITS>::CODES {
             16 => Plane::at::<16>(first),
             8 => Plane::at::<8>(first),
             _ => Plane::at::<4>(first),
@@ -205,7 +205,7 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
     #[inline(always)]
     fn read(&self, word: impl Fn(usize) -> u32, high: usize) -> Vector<S, f32> {
         let low = self.low.read(Self::words(), &word);
-        if Place::<BITS>::SPLIT {
+        if CodeLayout::<BITS>::SPLIT {
             // The k of the high bits differs from that of the low bits, so both are divided here.
             let high = self.high.read(1, |_| word(high)) * (self.high.place * 4.0.splat());
             low.mul_add(self.low.place, high)
@@ -262,7 +262,7 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
     /// returns codes, and adds `base`. `factors` is the sum of the factors in `sum`.
     #[inline(always)]
     pub(super) fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
-        if Place::<BITS>::SPLIT {
+        if CodeLayout::<BITS>::SPLIT {
             let flipped = self.high.flipped.mul_add(4.0.splat(), self.low.flipped);
             sum + flipped.mul_add(factors.splat(), base.splat())
         } else {

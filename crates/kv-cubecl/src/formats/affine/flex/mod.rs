@@ -18,7 +18,7 @@ use crate::{
         QuantSpec,
         flex::{CpuCodec, PackedRun},
     },
-    layout::PackedPlace,
+    layout::PackedLayout,
     simd,
 };
 
@@ -29,19 +29,19 @@ fn reads_codes(spec: &QuantSpec) -> bool {
 }
 
 impl CpuCodec for Affine {
-    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
-        let PackedPlace { spec, head_dim, .. } = *place;
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedLayout) {
+        let PackedLayout { spec, head_dim, .. } = *place;
         let last = place.codes(first + rows.len() / head_dim);
         quantize::quantize_slice(rows, &mut words[place.codes(first)..last], head_dim, &spec);
     }
 
-    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace) {
-        let PackedPlace { spec, head_dim, .. } = *place;
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout) {
+        let PackedLayout { spec, head_dim, .. } = *place;
         let last = place.codes(first + rows.len() / head_dim);
         quantize::dequantize_slice(&words[place.codes(first)..last], rows, head_dim, &spec);
     }
 
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace) {
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
         quantize::add_scale_gradients(rows, grad, place.head_dim, &place.spec);
     }
 

@@ -3,7 +3,7 @@
 use half::f16;
 use macerator::{Scalar, Simd, Vector};
 
-use super::codes::Place;
+use super::codes::CodeLayout;
 use crate::{
     formats::{Granularity, QuantSpec},
     simd::{MAX_LANES, load, store},
@@ -172,11 +172,11 @@ fn quantize_per_token_by<S: Simd, const BITS: usize>(
 ) {
     let lanes = f32::lanes::<S>();
     let max_code = (1u32 << BITS) - 1;
-    let (n_words, n_groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
+    let (n_words, n_groups) = (CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let tokens = rows.chunks_exact(head_dim).zip(words.chunks_exact_mut(n_words + n_groups));
     for (row, words) in tokens {
         let (codes, params) = words.split_at_mut(n_words);
-        let lines = codes.chunks_exact_mut(Place::<BITS>::words(group_size));
+        let lines = codes.chunks_exact_mut(CodeLayout::<BITS>::words(group_size));
         for ((group, line), param) in row.chunks_exact(group_size).zip(lines).zip(params) {
             let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
             for part in group.chunks(MAX_LANES) {
@@ -207,17 +207,17 @@ fn quantize_per_token_by<S: Simd, const BITS: usize>(
 /// Writes codes into the words of a group, from element `first` on, a multiple of 16.
 #[inline(always)]
 fn write_codes<const BITS: usize>(words: &mut [u32], first: usize, codes: &[u32]) {
-    let place = |i: usize| i as u32 % Place::<BITS>::CODES as u32;
-    for (run, codes) in codes.chunks(Place::<BITS>::CODES).enumerate() {
-        let first = first + run * Place::<BITS>::CODES;
-        let low = Place::<BITS>::low(first);
-        if Place::<BITS>::SPLIT {
+    let place = |i: usize| i as u32 % CodeLayout::<BITS>::CODES as u32;
+    for (run, codes) in codes.chunks(CodeLayout::<BITS>::CODES).enumerate() {
+        let first = first + run * CodeLayout::<BITS>::CODES;
+        let low = CodeLayout::<BITS>::low(first);
+        if CodeLayout::<BITS>::SPLIT {
             let bits = |word, (i, code): (usize, &u32)| word | (code & 3) << (2 * place(i));
             words[low] = codes.iter().enumerate().fold(0, bits);
             let bits = |word, (i, code): (usize, &u32)| word | (code >> 2) << place(i);
             let high = codes.iter().enumerate().fold(0, bits);
             // Two runs share the word of their high bits.
-            let (word, half) = (low + Place::<BITS>::high(first), first / 16 % 2);
+            let (word, half) = (low + CodeLayout::<BITS>::high(first), first / 16 % 2);
             words[word] = if half == 0 { high } else { words[word] | high << 16 };
         } else {
             let bits = |word, (i, code): (usize, &u32)| word | code << (BITS as u32 * place(i));
@@ -249,8 +249,8 @@ fn quantize_per_token(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &Q
 /// the word `high` if codes are split. `nth` is taken modulo the number of these codes.
 #[inline(always)]
 fn code<const BITS: usize>(low: u32, high: u32, nth: u32) -> u32 {
-    let at = nth % Place::<BITS>::CODES as u32;
-    if Place::<BITS>::SPLIT {
+    let at = nth % CodeLayout::<BITS>::CODES as u32;
+    if CodeLayout::<BITS>::SPLIT {
         (low >> (2 * at)) & 3 | (high >> (nth % 32) & 1) << 2
     } else {
         (low >> (BITS as u32 * at)) & ((1 << BITS) - 1)
@@ -267,10 +267,10 @@ fn dequantize_per_channel<S: Simd, const BITS: usize>(
     let (codes, params) = words.split_at(words.len() - head_dim);
     let (scale, min): (Vec<_>, Vec<_>) = params.iter().map(|&word| unpack_parameters(word)).unzip();
     for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-        let low = Place::<BITS>::low(token);
+        let low = CodeLayout::<BITS>::low(token);
         let line = |word: usize| &codes[word * head_dim..][..head_dim];
         // If codes are whole, the high line is the low line and is not read.
-        let lines = line(low).iter().zip(line(low + Place::<BITS>::high(token)));
+        let lines = line(low).iter().zip(line(low + CodeLayout::<BITS>::high(token)));
         let nth = (token % 32) as u32;
         for (((x, (&low, &high)), &scale), &min) in row.iter_mut().zip(lines).zip(&scale).zip(&min)
         {
@@ -287,17 +287,17 @@ fn dequantize_per_token<S: Simd, const BITS: usize>(
     head_dim: usize,
     group_size: usize,
 ) {
-    let (n_words, n_groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
+    let (n_words, n_groups) = (CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let tokens = words.chunks_exact(n_words + n_groups).zip(out.chunks_exact_mut(head_dim));
     for (words, row) in tokens {
         let (codes, params) = words.split_at(n_words);
-        let lines = codes.chunks_exact(Place::<BITS>::words(group_size));
+        let lines = codes.chunks_exact(CodeLayout::<BITS>::words(group_size));
         for ((group, line), &param) in row.chunks_exact_mut(group_size).zip(lines).zip(params) {
             let (scale, min) = unpack_parameters(param);
-            for (run, part) in group.chunks_exact_mut(Place::<BITS>::CODES).enumerate() {
-                let first = run * Place::<BITS>::CODES;
-                let low = Place::<BITS>::low(first);
-                let (low, high) = (line[low], line[low + Place::<BITS>::high(first)]);
+            for (run, part) in group.chunks_exact_mut(CodeLayout::<BITS>::CODES).enumerate() {
+                let first = run * CodeLayout::<BITS>::CODES;
+                let low = CodeLayout::<BITS>::low(first);
+                let (low, high) = (line[low], line[low + CodeLayout::<BITS>::high(first)]);
                 for (i, x) in part.iter_mut().enumerate() {
                     let code = code::<BITS>(low, high, (first + i) as u32);
                     *x = code as i32 as f32 * scale + min;

@@ -15,13 +15,13 @@ use macerator::{Scalar, Simd};
 #[cfg(target_arch = "x86_64")]
 use super::vnni;
 use super::{
-    codes::{Codes, Place, Terms},
+    codes::{CodeLayout, Codes, Terms},
     quantize::{unpack_parameters, unpack_vector},
     tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{
     formats::flex::PackedRun,
-    layout::PackedPlace,
+    layout::PackedLayout,
     simd::{self, load, store, store_part},
 };
 
@@ -73,7 +73,7 @@ pub(super) fn score(
     scratch: &mut [f32],
 ) {
     let PackedRun { words: keys, ref place, ref tokens, .. } = *keys;
-    let PackedPlace { ref spec, head_dim, .. } = *place;
+    let PackedLayout { ref spec, head_dim, .. } = *place;
     let start = spec.words(tokens.start, head_dim);
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
@@ -95,7 +95,7 @@ pub(super) fn score(
 /// Computes `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
 pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
     let PackedRun { words: values, ref place, ref tokens, .. } = *values;
-    let PackedPlace { ref spec, head_dim, .. } = *place;
+    let PackedLayout { ref spec, head_dim, .. } = *place;
     let words = |token| spec.words(token, head_dim);
     let values = &values[words(tokens.start)..words(tokens.end)];
     for (row, rows) in runs(o.len() / head_dim) {
@@ -162,7 +162,7 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     scratch: &mut [f32],
 ) {
     let lanes = u32::lanes::<S>();
-    let group_words = (Place::<BITS>::words(group_size) + 1) * head_dim;
+    let group_words = (CodeLayout::<BITS>::words(group_size) + 1) * head_dim;
     for (group, words) in
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
@@ -175,10 +175,10 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
             simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
             let reader = Codes::<S, BITS>::at(first);
             let sums = reader.sums::<ROWS>(&Terms {
-                words: &codes[Place::<BITS>::low(first) * head_dim..],
+                words: &codes[CodeLayout::<BITS>::low(first) * head_dim..],
                 stride: 1,
                 word_stride: head_dim,
-                high: Place::<BITS>::high(first),
+                high: CodeLayout::<BITS>::high(first),
                 factors: scratch,
                 row_stride: head_dim,
                 n: head_dim,
@@ -203,7 +203,7 @@ pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     group_size: usize,
 ) {
     let lanes = u32::lanes::<S>();
-    let (n_words, groups) = (Place::<BITS>::words(head_dim), head_dim / group_size);
+    let (n_words, groups) = (CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let width = n_words + groups;
     let tile_len = (TILE_WORDS / width / lanes * lanes).clamp(lanes, TILE);
     let mut params = [0; TILE];
@@ -221,10 +221,10 @@ pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
                 simd::prefetch(values, next + share * (channel / lanes), share);
                 let reader = Codes::<S, BITS>::at(channel);
                 let sums = reader.sums::<ROWS>(&Terms {
-                    words: &lines[Place::<BITS>::low(channel)..],
+                    words: &lines[CodeLayout::<BITS>::low(channel)..],
                     stride: width,
                     word_stride: 1,
-                    high: Place::<BITS>::high(channel),
+                    high: CodeLayout::<BITS>::high(channel),
                     factors: folded.as_flattened(),
                     row_stride: TILE,
                     n: count,

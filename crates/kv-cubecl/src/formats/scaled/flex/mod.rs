@@ -16,7 +16,7 @@ use crate::{
         Codec, Granularity,
         flex::{CpuCodec, PackedRun},
     },
-    layout::PackedPlace,
+    layout::PackedLayout,
     simd,
 };
 
@@ -108,9 +108,9 @@ fn quantize_tokens<S: Simd, F: Scaled>(
     rows: &[f32],
     words: &mut [u32],
     first: usize,
-    place: &PackedPlace,
+    place: &PackedLayout,
 ) {
-    let PackedPlace { spec, head_dim, .. } = *place;
+    let PackedLayout { spec, head_dim, .. } = *place;
     let bits = spec.format.parameter_bits();
     let mask = ((1u64 << bits) - 1) as u32;
     let code_words = spec.code_words();
@@ -145,9 +145,9 @@ fn quantize_channels<S: Simd, F: Scaled>(
     rows: &[f32],
     words: &mut [u32],
     first: usize,
-    place: &PackedPlace,
+    place: &PackedLayout,
 ) {
-    let PackedPlace { spec, head_dim, .. } = *place;
+    let PackedLayout { spec, head_dim, .. } = *place;
     let (block_tokens, codes_per_word) = (spec.block_tokens(), spec.codes_per_word());
     let mut largest = vec![0.0; head_dim];
     let mut scales = vec![0.0; head_dim];
@@ -186,9 +186,9 @@ fn restore_channels<S: Simd, F: Scaled>(
     words: &[u32],
     first: usize,
     rows: &mut [f32],
-    place: &PackedPlace,
+    place: &PackedLayout,
 ) {
-    let PackedPlace { spec, head_dim, .. } = *place;
+    let PackedLayout { spec, head_dim, .. } = *place;
     let (block_tokens, codes_per_word) = (spec.block_tokens(), spec.codes_per_word());
     let mask = (1u32 << spec.n_bits) - 1;
     let mut scales = vec![0.0; head_dim];
@@ -216,9 +216,9 @@ fn restore_tokens<S: Simd, F: Scaled>(
     words: &[u32],
     first: usize,
     rows: &mut [f32],
-    place: &PackedPlace,
+    place: &PackedLayout,
 ) {
-    let PackedPlace { spec, head_dim, .. } = *place;
+    let PackedLayout { spec, head_dim, .. } = *place;
     let code_words = spec.code_words();
     for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
         let token = first + i;
@@ -242,7 +242,7 @@ fn restore_tokens<S: Simd, F: Scaled>(
 
 /// Returns the parameter of a group of a token.
 #[inline(always)]
-fn parameter(words: &[u32], token: usize, group: usize, place: &PackedPlace) -> u32 {
+fn parameter(words: &[u32], token: usize, group: usize, place: &PackedLayout) -> u32 {
     let mask = ((1u64 << place.spec.format.parameter_bits()) - 1) as u32;
     let (word, shift) = place.parameter(token, group);
     words[word] >> shift & mask
@@ -274,14 +274,14 @@ fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize,
 }
 
 impl<F: Scaled> CpuCodec for F {
-    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedPlace) {
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedLayout) {
         match place.spec.granularity {
             Granularity::PerToken => quantize_tokens(self, rows, words, first, place),
             Granularity::PerChannel => quantize_channels(self, rows, words, first, place),
         }
     }
 
-    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedPlace) {
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout) {
         match place.spec.granularity {
             Granularity::PerToken => restore_tokens(self, words, first, rows, place),
             Granularity::PerChannel => restore_channels(self, words, first, rows, place),
@@ -316,7 +316,7 @@ impl<F: Scaled> CpuCodec for F {
         values.add_restored(weights, n, o);
     }
 
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedPlace) {
+    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
         let Some(most) = F::LARGEST else { return };
         let group_size = place.spec.group_size;
         match place.spec.granularity {

@@ -3,7 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::codes::{Place, Terms},
+    super::codes::{CodeLayout, Terms},
     sizes::{DIGITS, LANES, QUAD},
 };
 
@@ -88,12 +88,12 @@ pub(super) struct Codes<const BITS: usize> {
 
 impl<const BITS: usize> Codes<BITS> {
     /// The number of words that the low bits of one term come from.
-    const WORDS: usize = LANES.div_ceil(Place::<BITS>::CODES);
+    const WORDS: usize = LANES.div_ceil(CodeLayout::<BITS>::CODES);
 
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn new() -> Self {
-        match Place::<BITS>::CODES {
-            16 if Place::<BITS>::SPLIT => {
+        match CodeLayout::<BITS>::CODES {
+            16 if CodeLayout::<BITS>::SPLIT => {
                 Self { mask: _mm512_set1_epi8(3), place: _mm512_set1_ps(1.0), ..Self::of::<16>() }
             }
             16 => Self::of::<16>(),
@@ -140,11 +140,11 @@ impl<const BITS: usize> Codes<BITS> {
                 codes = _mm512_mask_broadcast_i32x4(codes, 0xf000, words(3));
             }
             codes = _mm512_shuffle_epi8(codes, self.bytes);
-            if Place::<BITS>::SPLIT {
+            if CodeLayout::<BITS>::SPLIT {
                 codes = _mm512_rorv_epi32(codes, rotate_low);
             }
             codes = _mm512_and_si512(codes, self.mask);
-            if Place::<BITS>::SPLIT {
+            if CodeLayout::<BITS>::SPLIT {
                 let high = _mm512_broadcast_i32x4(words(terms.high));
                 let high = _mm512_shuffle_epi8(high, bytes_of_bits);
                 let high = _mm512_rorv_epi32(high, rotate_high);

@@ -17,7 +17,7 @@ mod sizes;
 use core::{arch::x86_64::*, mem};
 
 use super::{
-    codes::{Place, Terms},
+    codes::{CodeLayout, Terms},
     tile::{MAX_ROWS, TILE, TILE_WORDS},
 };
 use crate::{formats::QuantSpec, simd};
@@ -105,7 +105,7 @@ fn score<const BITS: usize, const ROWS: usize>(
     scratch: &mut [f32],
 ) {
     let reader = Codes::<BITS>::new();
-    let group_words = (Place::<BITS>::words(group_size) + 1) * head_dim;
+    let group_words = (CodeLayout::<BITS>::words(group_size) + 1) * head_dim;
     let n_groups = tokens.div_ceil(group_size);
     // Step `step` folds the factors of group `step`, then reads the codes of the group before. The
     // two are independent, so the processor can overlap them. That hides the latency of the largest
@@ -133,10 +133,10 @@ fn score<const BITS: usize, const ROWS: usize>(
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
             let sums = reader.sums::<ROWS>(&Terms {
-                words: &words[Place::<BITS>::low(first) * head_dim..],
+                words: &words[CodeLayout::<BITS>::low(first) * head_dim..],
                 stride: QUAD,
                 word_stride: head_dim,
-                high: Place::<BITS>::high(first),
+                high: CodeLayout::<BITS>::high(first),
                 factors: digits,
                 row_stride: head_dim,
                 n: head_dim / QUAD,
@@ -188,7 +188,7 @@ fn add<const BITS: usize, const ROWS: usize>(
     group_size: usize,
 ) {
     let reader = Codes::<BITS>::new();
-    let line = Line::new(Place::<BITS>::words(head_dim), head_dim / group_size);
+    let line = Line::new(CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let tile_len = (TILE_WORDS / line.words / LANES * LANES).clamp(LANES, TILE);
     let mut quads = Aligned([0; TILE_WORDS]);
     let mut digits = Aligned([[0.0; TILE]; ROWS]);
@@ -212,10 +212,10 @@ fn add<const BITS: usize, const ROWS: usize>(
                 let next = (first + tile_len) * line.width;
                 simd::prefetch(values, next + share * (channel / LANES), share);
                 let sums = reader.sums::<ROWS>(&Terms {
-                    words: &quads[Place::<BITS>::low(channel) * QUAD..],
+                    words: &quads[CodeLayout::<BITS>::low(channel) * QUAD..],
                     stride: line.words * QUAD,
                     word_stride: QUAD,
-                    high: Place::<BITS>::high(channel),
+                    high: CodeLayout::<BITS>::high(channel),
                     factors: digits,
                     row_stride: TILE,
                     n: count.div_ceil(QUAD),

@@ -19,7 +19,7 @@ use crate::{
         Codec,
         flex::{PackedRun, SCRATCH_ROWS},
     },
-    layout::PackedPlace,
+    layout::PackedLayout,
     simd,
 };
 use codes::{E2M1, E4M3, E5M2, INT8};
@@ -47,8 +47,8 @@ const AHEAD: usize = 32;
 const LARGEST: f32 = f32::from_bits((127 + 30) << 23);
 
 /// Returns whether this processor has the instructions and groups are whole quads of words.
-fn serves(place: &PackedPlace) -> bool {
-    let PackedPlace { spec, head_dim, .. } = *place;
+fn serves(place: &PackedLayout) -> bool {
+    let PackedLayout { spec, head_dim, .. } = *place;
     spec.packs_parameters()
         && spec.code_words().is_multiple_of(QUAD)
         && spec.groups(head_dim) <= MAX_GROUPS
@@ -169,7 +169,7 @@ struct Rows<'a> {
 impl<'a> Rows<'a> {
     fn new(run: &PackedRun<'a>) -> Self {
         let PackedRun { words, ref place, .. } = *run;
-        let PackedPlace { spec, head_dim, .. } = *place;
+        let PackedLayout { spec, head_dim, .. } = *place;
         let bytes: &[u8] = bytemuck::cast_slice(words);
         let (codes, parameters) = bytes.split_at(place.parameters() * size_of::<u32>());
         let width = head_dim * spec.n_bits as usize / 8;

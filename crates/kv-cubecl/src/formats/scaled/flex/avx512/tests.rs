@@ -48,9 +48,9 @@ fn packed(noise: &mut Noise, format: KvFormat, tokens: usize, head_dim: usize) -
     words
 }
 
-fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedPlace {
+fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedLayout {
     let spec = format.spec(Side::Keys, head_dim, 32).unwrap();
-    PackedPlace { spec, head_dim, tokens }
+    PackedLayout { spec, head_dim, tokens }
 }
 
 /// Returns the restored rows of a run in f64.
