@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// A float type of weights, or that which they have.
 ///

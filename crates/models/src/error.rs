@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::Shortage;
+use crate::shortage::Shortage;
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = core::result::Result<T, E>;

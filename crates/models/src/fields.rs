@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::Path};
 
 use serde_json::{Map, Value, json};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Returns the value of a required field.
 ///

@@ -5,7 +5,7 @@ use std::path::Path;
 use burn::tensor::{DType, Element};
 use half::{bf16, f16};
 
-use crate::Error;
+use crate::error::Error;
 
 /// A float type of weights.
 pub(crate) trait Float: Element {

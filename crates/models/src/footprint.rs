@@ -1,10 +1,15 @@
 //! What a model takes of memory while it runs, and what would make it fit where it does not.
 
-use std::fmt;
-
 use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes, layout::CacheLayout};
 
-use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, load::Planned};
+use crate::{
+    cache_config::ModelCacheConfig,
+    checkpoint::Planned,
+    error::{Error, Result},
+    generate::GenerateOptions,
+    shortage::{Advice, Footprint, Shortage, advice_text, decimal_size},
+    spec::{LayerSpec, ModelSpec},
+};
 
 /// The use a model is planned for.
 #[derive(Clone, Debug)]
@@ -25,7 +30,7 @@ impl Usage {
     /// generates in [other chunks](crate::GenerateOptions::prefill_chunk_for) sets it by
     /// [`with_pass`](Self::with_pass).
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
-        let pass = crate::GenerateOptions::default().prefill_chunk;
+        let pass = GenerateOptions::default().prefill_chunk;
         Self { cache: cache.into(), batch: 1, pass }
     }
 
@@ -86,25 +91,6 @@ impl CacheBytes {
     }
 }
 
-/// Bytes of memory, part by part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Footprint {
-    /// The weights, as they are kept.
-    pub weights: usize,
-    /// The caches of all layers, and the rotary tables: [`CacheBytes::total`].
-    pub cache: usize,
-    /// Bytes of activations, estimated from the widths of the model.
-    pub activations: usize,
-}
-
-impl Footprint {
-    /// Bytes of all parts.
-    pub fn total(&self) -> usize {
-        self.weights.saturating_add(self.cache).saturating_add(self.activations)
-    }
-}
-
 /// The memory that there is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -128,38 +114,6 @@ impl MemoryLimit {
     pub fn with_buffer(self, buffer: Option<u64>) -> Self {
         Self { buffer, ..self }
     }
-}
-
-/// The memory that a model needs and there is not.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Shortage {
-    /// The memory needed.
-    pub needed: Footprint,
-    /// Bytes of weights by type.
-    pub by_type: Vec<(String, usize)>,
-    /// The use that was planned.
-    pub usage: Usage,
-    /// Bytes available.
-    pub available: u64,
-    /// Where that number is from.
-    pub source: String,
-    /// Changes that make the model fit, least costly first; empty if none does.
-    pub advice: Vec<Advice>,
-}
-
-/// A change that makes a model fit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Advice {
-    /// Keep the weights packed, in this number of bytes.
-    Packed(usize),
-    /// Allocate the cache for this number of tokens.
-    Context(usize),
-    /// A cache of this name for as many tokens as were asked for.
-    Cache(String),
-    /// Quantize the output projection to 4 bits, which saves this number of bytes.
-    Int4Head(usize),
 }
 
 /// Caches that take less and less memory.
@@ -264,7 +218,9 @@ impl Planned<'_> {
         Err(Error::Memory(Box::new(Shortage {
             needed,
             by_type: self.weights.by_type.clone().into_iter().collect(),
-            usage: usage.clone(),
+            cache: usage.cache.to_string(),
+            capacity: usage.cache.capacity,
+            batch: usage.batch,
             available,
             source: limit.source.clone(),
             advice: self.advice(usage, limit),
@@ -396,54 +352,4 @@ fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<Cac
             false => error.into(),
         }
     })
-}
-
-/// Bytes in decimal units, as disks and files have them.
-pub fn decimal_size(bytes: u64) -> String {
-    match bytes as f64 {
-        bytes if bytes >= 1e9 => format!("{:.2} GB", bytes / 1e9),
-        bytes => format!("{:.1} MB", bytes / 1e6),
-    }
-}
-
-/// Describes `advice` for a cache of `capacity` tokens.
-fn advice_text(advice: &[Advice], capacity: usize) -> String {
-    let parts = advice.iter().map(|advice| match advice {
-        Advice::Packed(bytes) => {
-            format!("--weights packed (weights take {})", decimal_size(*bytes as u64))
-        }
-        Advice::Context(tokens) => format!("a context of {tokens} tokens"),
-        Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
-        Advice::Int4Head(saved) => {
-            format!("a head in 4 bits ({} less)", decimal_size(*saved as u64))
-        }
-    });
-    parts.collect::<Vec<_>>().join(", or ")
-}
-
-impl fmt::Display for Shortage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { needed, usage, available, source, advice, .. } = self;
-        let bytes = |n: usize| decimal_size(n as u64);
-        let types = self.by_type.iter().map(|(name, n)| format!("{name} {}", bytes(*n)));
-        let capacity = usage.cache.capacity;
-        write!(
-            f,
-            "memory: needs {}, but {source} allows {}: weights {} ({}), the {} cache of {capacity} \
-             tokens",
-            bytes(needed.total()),
-            decimal_size(*available),
-            bytes(needed.weights),
-            types.collect::<Vec<_>>().join(", "),
-            usage.cache,
-        )?;
-        if usage.batch > 1 {
-            write!(f, " for {} sequences", usage.batch)?;
-        }
-        write!(f, " {}, activations {}; ", bytes(needed.cache), bytes(needed.activations))?;
-        if advice.is_empty() {
-            return write!(f, "no shorter context, cheaper cache or head in 4 bits fits");
-        }
-        write!(f, "try {}", advice_text(advice, capacity))
-    }
 }

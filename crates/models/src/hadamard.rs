@@ -6,7 +6,12 @@ use burn::{
 };
 use kv_cubecl::hadamard;
 
-use crate::{LanguageModel, LayerSpec, ModelCacheConfig, Role, Roles};
+use crate::{
+    cache_config::ModelCacheConfig,
+    decoder::{Role, Roles},
+    model::LanguageModel,
+    spec::LayerSpec,
+};
 
 impl LanguageModel {
     /// The same model with the Hadamard rotation of `config`, if all layers that quantize values have one

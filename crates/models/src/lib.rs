@@ -36,6 +36,7 @@ mod decoder;
 mod dtype;
 mod erased;
 mod error;
+mod exports;
 mod family;
 pub mod fields;
 mod files;
@@ -53,10 +54,12 @@ pub mod load;
 mod model;
 mod mxfp4;
 pub mod nn;
+mod operation_names;
 mod pass;
 mod registry;
 mod rope_config;
 pub mod save;
+mod shortage;
 pub mod spans;
 mod spec;
 mod stack;
@@ -69,9 +72,7 @@ pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
-pub use footprint::{
-    Advice, CacheBytes, Footprint, MemoryLimit, Shortage, Usage, decimal_size, most_that_fits,
-};
+pub use footprint::{CacheBytes, MemoryLimit, Usage, most_that_fits};
 pub use generate::{
     Batch, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps,
     generate, ids_to_tensor,
@@ -88,6 +89,7 @@ pub use nn::{AttentionObserver, AttentionTrace};
 pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
+pub use shortage::{Advice, Footprint, Shortage, decimal_size};
 pub use spec::{LayerSpec, ModelSpec};
 pub use stack::{DecoderConfig, DecoderLayer, DecoderStack, FinalNorm};
 pub use tokenizer::Tokenizer;

@@ -7,7 +7,11 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    Error, Result, checkpoint::Weights, fields::positive, gguf::Metadata, nn::RopeScaling,
+    checkpoint::Weights,
+    error::{Error, Result},
+    fields::positive,
+    gguf::Metadata,
+    nn::RopeScaling,
 };
 
 /// `rope_parameters`, or the older `rope_scaling`.
@@ -40,10 +44,7 @@ impl RopeFields {
         max_positions: usize,
         original: Option<f64>,
     ) -> Result<RopeScaling> {
-        let field = |name: &str, value: Option<f64>| {
-            let field = format!("rope_scaling.{name}");
-            value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
-        };
+        let field = |name, value| needed(path, name, value);
         match self.rope_type.as_deref().unwrap_or("default") {
             "default" => Ok(RopeScaling::Default),
             "linear" => Ok(RopeScaling::Linear { factor: field("factor", self.factor)? }),
@@ -56,52 +57,9 @@ impl RopeFields {
                     self.original_max_position_embeddings,
                 )?,
             }),
-            "yarn" => {
-                let factor = field("factor", self.factor)?;
-                let original = self.original(path, original)?;
-                Ok(RopeScaling::Yarn {
-                    factor,
-                    beta_fast: self.beta_fast.unwrap_or(32.0),
-                    beta_slow: self.beta_slow.unwrap_or(1.0),
-                    original_max_positions: original as usize,
-                    attention_factor: self.attention_factor.unwrap_or_else(|| {
-                        let gain = |scale: f64| yarn_gain(factor, scale);
-                        match (self.mscale, self.mscale_all_dim) {
-                            (Some(a), Some(b)) if a != 0.0 && b != 0.0 => gain(a) / gain(b),
-                            _ => gain(1.0),
-                        }
-                    }),
-                    truncate: self.truncate.unwrap_or(true),
-                })
-            }
+            "yarn" => self.yarn(field("factor", self.factor)?, self.original(path, original)?),
             // The first Phi-3 models call it "su".
-            "longrope" | "su" => {
-                let factors = |name: &str, factors: &Option<Vec<f32>>| {
-                    let field = format!("rope_scaling.{name}");
-                    let rule = "the rope type needs it";
-                    let missing = || Error::config(path, field, "missing", rule);
-                    factors.clone().ok_or_else(missing)
-                };
-                let short_factors = factors("short_factor", &self.short_factor)?;
-                let long_factors = factors("long_factor", &self.long_factor)?;
-                let original = self.original(path, original)?;
-                // As the transformers library has it, after the paper (arXiv 2402.13753).
-                let factor = self.factor.unwrap_or(max_positions as f64 / original);
-                let attention_factor = match self.attention_factor {
-                    Some(factor) => factor,
-                    None if factor <= 1.0 => 1.0,
-                    None => (1.0 + factor.ln() / original.ln()).sqrt(),
-                };
-                if short_factors == long_factors && attention_factor == 1.0 {
-                    return Ok(RopeScaling::Divisors(long_factors));
-                }
-                Ok(RopeScaling::LongRope {
-                    short_factors,
-                    long_factors,
-                    original_max_positions: original as usize,
-                    attention_factor,
-                })
-            }
+            "longrope" | "su" => self.longrope(path, max_positions, original),
             other => {
                 let why = format!(
                     "{} asks for it; default, linear, llama3, longrope and yarn are computed",
@@ -112,12 +70,53 @@ impl RopeFields {
         }
     }
 
+    fn yarn(&self, factor: f64, original: f64) -> Result<RopeScaling> {
+        let gain = |scale: f64| yarn_gain(factor, scale);
+        let attention_factor =
+            self.attention_factor.unwrap_or_else(|| match (self.mscale, self.mscale_all_dim) {
+                (Some(a), Some(b)) if a != 0.0 && b != 0.0 => gain(a) / gain(b),
+                _ => gain(1.0),
+            });
+        Ok(RopeScaling::Yarn {
+            factor,
+            beta_fast: self.beta_fast.unwrap_or(32.0),
+            beta_slow: self.beta_slow.unwrap_or(1.0),
+            original_max_positions: original as usize,
+            attention_factor,
+            truncate: self.truncate.unwrap_or(true),
+        })
+    }
+
+    fn longrope(
+        &self,
+        path: &Path,
+        max_positions: usize,
+        original: Option<f64>,
+    ) -> Result<RopeScaling> {
+        let short_factors = needed(path, "short_factor", self.short_factor.clone())?;
+        let long_factors = needed(path, "long_factor", self.long_factor.clone())?;
+        let original = self.original(path, original)?;
+        // As in the transformers library, which follows the paper (arXiv 2402.13753).
+        let factor = self.factor.unwrap_or(max_positions as f64 / original);
+        let attention_factor = match self.attention_factor {
+            Some(factor) => factor,
+            None if factor <= 1.0 => 1.0,
+            None => (1.0 + factor.ln() / original.ln()).sqrt(),
+        };
+        if short_factors == long_factors && attention_factor == 1.0 {
+            return Ok(RopeScaling::Divisors(long_factors));
+        }
+        Ok(RopeScaling::LongRope {
+            short_factors,
+            long_factors,
+            original_max_positions: original as usize,
+            attention_factor,
+        })
+    }
+
     fn original(&self, path: &Path, outside: Option<f64>) -> Result<f64> {
         let name = "original_max_position_embeddings";
-        let Some(original) = self.original_max_position_embeddings.or(outside) else {
-            let field = format!("rope_scaling.{name}");
-            return Err(Error::config(path, field, "missing", "the rope type needs it"));
-        };
+        let original = needed(path, name, self.original_max_position_embeddings.or(outside))?;
         if !(1.0..=2_147_483_648.0).contains(&original) {
             let rule = "must be between 1 and 2147483648";
             return Err(Error::config(path, name, original, rule));
@@ -126,7 +125,12 @@ impl RopeFields {
     }
 }
 
-/// What YaRN multiplies sines and cosines with, by its paper (<https://arxiv.org/abs/2309.00071>).
+fn needed<T>(path: &Path, name: &str, value: Option<T>) -> Result<T> {
+    let field = format!("rope_scaling.{name}");
+    value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
+}
+
+/// Returns YaRN's factor of sines and cosines (<https://arxiv.org/abs/2309.00071>).
 fn yarn_gain(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
@@ -142,20 +146,11 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             high_freq_factor,
             original_max_positions,
         } => {
-            for (field, value) in [
-                ("factor", factor),
-                ("low_freq_factor", low_freq_factor),
-                ("high_freq_factor", high_freq_factor),
-                ("original_max_position_embeddings", original_max_positions),
-            ] {
-                positive(path, &format!("rope_scaling.{field}"), value)?;
-            }
-            if high_freq_factor <= low_freq_factor {
-                let rule = format!("must be above low_freq_factor {low_freq_factor}");
-                let field = "rope_scaling.high_freq_factor";
-                return Err(Error::config(path, field, high_freq_factor, rule));
-            }
-            Ok(())
+            let (low, high) =
+                (("low_freq_factor", low_freq_factor), ("high_freq_factor", high_freq_factor));
+            let original = ("original_max_position_embeddings", original_max_positions);
+            all_positive(path, &[("factor", factor), low, high, original])?;
+            above(path, high, low)
         }
         RopeScaling::LongRope {
             short_factors,
@@ -166,11 +161,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             for (field, factors) in [("short_factor", short_factors), ("long_factor", long_factors)]
             {
                 let field = format!("rope_scaling.{field}");
-                if factors.len() != rotary_dim / 2 {
-                    let field = format!("length of {field}");
-                    let rule = format!("must be one per pair of rotary_dim {}", rotary_dim);
-                    return Err(Error::config(path, field, factors.len(), rule));
-                }
+                one_per_pair(path, format!("length of {field}"), factors, rotary_dim)?;
                 factors.iter().try_for_each(|&x| positive(path, &field, x.into()))?;
             }
             let original = *original_max_positions as f64;
@@ -185,32 +176,41 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             attention_factor,
             ..
         } => {
-            for (field, value) in [
-                ("factor", factor),
-                ("beta_fast", beta_fast),
-                ("beta_slow", beta_slow),
-                ("original_max_position_embeddings", original_max_positions as f64),
-                ("attention_factor", attention_factor),
-            ] {
-                positive(path, &format!("rope_scaling.{field}"), value)?;
-            }
-            if beta_fast <= beta_slow {
-                let rule = format!("must be above beta_slow {beta_slow}");
-                return Err(Error::config(path, "rope_scaling.beta_fast", beta_fast, rule));
-            }
-            Ok(())
+            let (fast, slow) = (("beta_fast", beta_fast), ("beta_slow", beta_slow));
+            let original = ("original_max_position_embeddings", original_max_positions as f64);
+            let attention_factor = ("attention_factor", attention_factor);
+            all_positive(path, &[("factor", factor), fast, slow, original, attention_factor])?;
+            above(path, fast, slow)
         }
         RopeScaling::Divisors(divisors) => {
-            if divisors.len() != rotary_dim / 2 {
-                let rule = format!("must be one per pair of rotary_dim {}", rotary_dim);
-                let field = "number of rope_scaling divisors";
-                return Err(Error::config(path, field, divisors.len(), rule));
-            }
+            one_per_pair(path, "number of rope_scaling divisors".into(), divisors, rotary_dim)?;
             divisors
                 .iter()
                 .try_for_each(|&divisor| positive(path, "rope_scaling divisor", divisor.into()))
         }
     }
+}
+
+fn all_positive(path: &Path, fields: &[(&str, f64)]) -> Result<()> {
+    let check =
+        |(field, value): &(&str, f64)| positive(path, &format!("rope_scaling.{field}"), *value);
+    fields.iter().try_for_each(check)
+}
+
+fn above(path: &Path, (field, value): (&str, f64), (other, least): (&str, f64)) -> Result<()> {
+    if value <= least {
+        let rule = format!("must be above {other} {least}");
+        return Err(Error::config(path, format!("rope_scaling.{field}"), value, rule));
+    }
+    Ok(())
+}
+
+fn one_per_pair(path: &Path, field: String, values: &[f32], rotary_dim: usize) -> Result<()> {
+    if values.len() != rotary_dim / 2 {
+        let rule = format!("must be one per pair of rotary_dim {rotary_dim}");
+        return Err(Error::config(path, field, values.len(), rule));
+    }
+    Ok(())
 }
 
 /// Adds a note if the rope frequencies of `scaling` depend on the capacity of the cache.
@@ -336,6 +336,11 @@ pub(crate) fn from_gguf(
             return Err(Error::MissingTensor { path: metadata.path().into(), tensor: long });
         }
     }
+    scaling_of_metadata(metadata, context_length)
+}
+
+/// Returns the scaling that the metadata of a GGUF file names.
+fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result<RopeScaling> {
     let factor = match metadata.float("rope.scaling.factor")? {
         Some(factor) => Some(factor),
         None => metadata.float("rope.scale_linear")?,

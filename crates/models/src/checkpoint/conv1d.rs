@@ -4,9 +4,9 @@ use burn::tensor::TensorData;
 use half::{bf16, f16};
 use kv_weights::WeightFormat;
 
-use super::{Weights, entry::Entry};
+use super::{entry::Entry, weights::Weights};
 use crate::{
-    Result,
+    error::Result,
     float::{Float, with_float},
     nn::{Linear, Matrix},
 };

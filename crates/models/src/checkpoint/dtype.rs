@@ -2,8 +2,11 @@
 
 use burn::tensor::DType;
 
-use super::Weights;
-use crate::{Error, Result, WeightDtype};
+use super::weights::Weights;
+use crate::{
+    dtype::WeightDtype,
+    error::{Error, Result},
+};
 
 impl Weights {
     /// Says in which type all tensors are handed to the device, once all have been added.

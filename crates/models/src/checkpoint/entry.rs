@@ -1,13 +1,13 @@
 //! A tensor that has not been taken yet.
 
-use std::path::PathBuf;
+use std::{fmt::Debug, path::PathBuf, sync::Arc};
 
 use burn::tensor::{Bytes, DType};
 use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::WeightFormat;
 
-use super::{Stored, mapped::Mapped, packed::Blocks};
-use crate::{Error, Result};
+use super::mapped::{Mapped, Stored};
+use crate::error::{Error, Result};
 
 /// A tensor of a checkpoint.
 #[derive(Debug)]
@@ -85,6 +85,52 @@ impl Entry {
             }
         }
     }
+}
+
+/// The blocks of a tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks {
+    /// What their type is called.
+    pub(crate) name: String,
+    /// `None` for a type that is not multiplied packed.
+    pub(crate) format: Option<WeightFormat>,
+    pub(crate) source: BlockSource,
+}
+
+/// Where blocks come from.
+#[derive(Clone, Debug)]
+pub(crate) enum BlockSource {
+    /// As they lie in a GGUF file.
+    Mapped(Mapped),
+    /// Put together from several tensors when they are taken.
+    Joined(Arc<dyn Join>),
+}
+
+impl Blocks {
+    /// Where they lie in a file.
+    pub(super) fn mapped(&self) -> Option<&Mapped> {
+        match &self.source {
+            BlockSource::Mapped(mapped) => Some(mapped),
+            BlockSource::Joined(_) => None,
+        }
+    }
+
+    /// How many bytes they are.
+    pub(super) fn len(&self) -> usize {
+        match &self.source {
+            BlockSource::Mapped(mapped) => mapped.range.len(),
+            BlockSource::Joined(joined) => joined.n_bytes(),
+        }
+    }
+}
+
+/// Several tensors that are joined to blocks.
+pub(crate) trait Join: Debug + Send + Sync {
+    /// Returns how many bytes the blocks take.
+    fn n_bytes(&self) -> usize;
+
+    /// Reads the tensors and returns the blocks.
+    fn blocks(&self) -> Result<Vec<u8>>;
 }
 
 /// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..

@@ -6,9 +6,9 @@ use burn::{
 };
 use kv_weights::{PackedExperts, PackedLayout, WeightFormat, largest_buffer};
 
-use super::{Weights, mapped::Mapped, packed::reads_mapped};
+use super::{mapped::Mapped, packed::reads_mapped, weights::Weights};
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     mxfp4::{self, BLOCK},
     nn::{ExpertStack, Linear, Matrix},
 };

@@ -2,10 +2,12 @@
 
 use burn::tensor::TensorData;
 
-use super::Weights;
+use super::weights::Weights;
 use crate::{
-    LanguageModel, ModelSpec, Result,
+    error::Result,
+    model::LanguageModel,
     nn::{Embedding, LayerNorm, Linear, QkNorms, RmsNorm},
+    spec::ModelSpec,
 };
 
 impl Weights {

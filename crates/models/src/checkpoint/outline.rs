@@ -7,25 +7,17 @@ use burn::{
 };
 use burn_store::{bridge, burn_pack::Error as PackError};
 
-use super::{Names, Weights, entry::Entry};
-use crate::{Error, ModelSpec, Result, load::Planned, mxfp4::BLOCK};
-
-/// What a checkpoint that is not there would hold.
-#[derive(Clone, Debug)]
-pub(crate) struct Outline {
-    /// The type of its floats.
-    pub(crate) stored: DType,
-    /// Whether its experts are in blocks of MXFP4.
-    pub(crate) mxfp4: bool,
-    /// What the model is, once that is known.
-    model: Option<(&'static Names, ModelSpec)>,
-}
-
-impl Outline {
-    pub(crate) fn new(stored: DType, mxfp4: bool) -> Self {
-        Self { stored, mxfp4, model: None }
-    }
-}
+use super::{
+    entry::Entry,
+    observer::Planned,
+    weights::{Outline, Weights},
+};
+use crate::{
+    error::{Error, Result},
+    exports::Names,
+    mxfp4::BLOCK,
+    spec::ModelSpec,
+};
 
 impl Weights {
     /// From here on, tensors are listed instead of taken.

@@ -1,54 +1,17 @@
 //! Matrices that stay in the blocks of their file.
 
-use std::{collections::BTreeMap, sync::Arc};
-
 use burn::tensor::{Bytes, DType, Device};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 
 use super::{
-    Weights,
-    entry::{Entry, split_pairs},
+    entry::{BlockSource, Blocks, Entry, split_pairs},
     mapped::Mapped,
-    quantized::Quantized,
+    weights::Weights,
 };
-use crate::{Result, model::PackedSize, nn::Matrix};
-
-/// The blocks of a tensor.
-#[derive(Clone, Debug)]
-pub(crate) struct Blocks {
-    /// What their type is called.
-    pub(crate) name: String,
-    /// `None` for a type that is not multiplied packed.
-    pub(crate) format: Option<WeightFormat>,
-    pub(crate) source: BlockSource,
-}
-
-/// Where blocks come from.
-#[derive(Clone, Debug)]
-pub(crate) enum BlockSource {
-    /// As they lie in a GGUF file.
-    Mapped(Mapped),
-    /// Put together from several tensors when they are taken.
-    Joined(Arc<Quantized>),
-}
-
-impl Blocks {
-    /// Where they lie in a file.
-    pub(super) fn mapped(&self) -> Option<&Mapped> {
-        match &self.source {
-            BlockSource::Mapped(mapped) => Some(mapped),
-            BlockSource::Joined(_) => None,
-        }
-    }
-
-    /// How many bytes they are.
-    pub(super) fn len(&self) -> usize {
-        match &self.source {
-            BlockSource::Mapped(mapped) => mapped.range.len(),
-            BlockSource::Joined(quantized) => quantized.layout().bytes(),
-        }
-    }
-}
+use crate::{
+    error::Result,
+    nn::{Matrix, PackedSize},
+};
 
 impl Entry {
     /// The bytes that it is packed in.
@@ -57,27 +20,9 @@ impl Entry {
             return Ok(Source::Mapped(mapped.clone()));
         }
         Ok(Source::Copied(match &self.blocks {
-            Some(Blocks { source: BlockSource::Joined(quantized), .. }) => quantized.blocks()?,
+            Some(Blocks { source: BlockSource::Joined(joined), .. }) => joined.blocks()?,
             _ => self.bytes()?.to_vec(),
         }))
-    }
-}
-
-/// What became of the blocks of a file.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    size: PackedSize,
-    /// Matrices that were restored although packed ones were asked for: their number, bytes and numbers by type.
-    restored: BTreeMap<String, [usize; 3]>,
-    /// Where blocks lie in the files that have been copied.
-    copied: Vec<Mapped>,
-}
-
-impl Kept {
-    /// Counts `matrices` of this layout.
-    pub(super) fn add(&mut self, layout: PackedLayout, matrices: usize) {
-        let numbers = layout.rows() * layout.columns();
-        self.size.add(layout.format(), matrices * layout.bytes(), matrices * numbers);
     }
 }
 

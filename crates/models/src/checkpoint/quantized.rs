@@ -21,12 +21,11 @@ use half::f16;
 use kv_weights::{GroupSize, PackedLayout, WeightFormat};
 
 use super::{
-    Weights,
-    entry::Entry,
-    packed::{BlockSource, Blocks},
+    entry::{BlockSource, Blocks, Entry, Join},
+    weights::Weights,
 };
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     float::append,
     mxfp4::{self, BLOCK},
 };
@@ -211,22 +210,6 @@ impl Quantized {
         Entry { tensor, name, path, stored: None, blocks: Some(blocks), interleaved: None }
     }
 
-    pub(super) fn layout(&self) -> PackedLayout {
-        self.layout
-    }
-
-    /// The bytes of all rows.
-    pub(super) fn blocks(&self) -> Result<Vec<u8>> {
-        match self.layout.format() {
-            WeightFormat::Mxfp4 => {
-                let (codes, scales) = (self.codes.bytes()?, self.scales.bytes()?);
-                let blocks = codes.chunks_exact(BLOCK / 2).zip(scales.iter());
-                Ok(blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect())
-            }
-            format => self.integer_blocks(format),
-        }
-    }
-
     fn integer_blocks(&self, format: WeightFormat) -> Result<Vec<u8>> {
         let codes = self.codes.bytes()?;
         let zeros = self.zeros.as_ref().map(Entry::bytes).transpose()?;
@@ -278,5 +261,22 @@ impl Quantized {
             }
         };
         values.iter().enumerate().map(exact).collect()
+    }
+}
+
+impl Join for Quantized {
+    fn n_bytes(&self) -> usize {
+        self.layout.bytes()
+    }
+
+    fn blocks(&self) -> Result<Vec<u8>> {
+        match self.layout.format() {
+            WeightFormat::Mxfp4 => {
+                let (codes, scales) = (self.codes.bytes()?, self.scales.bytes()?);
+                let blocks = codes.chunks_exact(BLOCK / 2).zip(scales.iter());
+                Ok(blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect())
+            }
+            format => self.integer_blocks(format),
+        }
     }
 }

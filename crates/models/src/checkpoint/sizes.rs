@@ -3,8 +3,8 @@
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, WeightFormat};
 
-use super::{Names, Weights, entry::Entry};
-use crate::{WeightDtype, load::WeightBytes};
+use super::{entry::Entry, observer::WeightBytes, weights::Weights};
+use crate::{dtype::WeightDtype, exports::Names};
 
 /// What a tensor takes in memory.
 struct InMemory {

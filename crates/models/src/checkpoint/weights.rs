@@ -14,16 +14,19 @@ use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::{Activations, WeightFormat};
 
 use super::{
-    Names, Outline, Stored,
-    entry::{Entry, split_pairs},
-    packed::{Blocks, Kept},
+    entry::{Blocks, Entry, split_pairs},
+    kept::Kept,
+    mapped::Stored,
+    observer::{Planned, Watcher},
 };
 use crate::{
-    Error, ModelCacheConfig, ModelSpec, Result,
+    cache_config::ModelCacheConfig,
+    error::{Error, Result},
+    exports::Names,
     float::{Float, append, with_float},
     gguf::GgufNames,
-    load::{Planned, Watcher},
     nn::Matrix,
+    spec::ModelSpec,
 };
 
 /// Tensors that have not been read yet, under their Hugging Face names.
@@ -58,6 +61,23 @@ pub struct Weights {
     pub(crate) cache: Option<ModelCacheConfig>,
     /// What a checkpoint would hold that is not there.
     pub(super) outline: Option<Outline>,
+}
+
+/// What a checkpoint that is not there would hold.
+#[derive(Clone, Debug)]
+pub(crate) struct Outline {
+    /// The type of its floats.
+    pub(crate) stored: DType,
+    /// Whether its experts are in blocks of MXFP4.
+    pub(crate) mxfp4: bool,
+    /// What the model is, once that is known.
+    pub(super) model: Option<(&'static Names, ModelSpec)>,
+}
+
+impl Outline {
+    pub(crate) fn new(stored: DType, mxfp4: bool) -> Self {
+        Self { stored, mxfp4, model: None }
+    }
 }
 
 impl Weights {

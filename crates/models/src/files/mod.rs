@@ -9,7 +9,7 @@ use serde::Serialize;
 
 pub(crate) use parts::Part;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|source| match source.kind() {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// One part, by the name of its file.
 #[derive(Clone, Debug, PartialEq, Eq)]

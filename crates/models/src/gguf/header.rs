@@ -6,8 +6,8 @@
 
 use std::{borrow::Cow, collections::HashMap, fmt, iter, ops::Range, path::Path};
 
-use super::NumberType;
-use crate::{Error, Result};
+use super::block::NumberType;
+use crate::error::{Error, Result};
 
 /// A metadata value. Numbers of all widths are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]

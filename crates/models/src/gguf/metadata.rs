@@ -1,7 +1,10 @@
 use std::path::Path;
 
-use super::{Value, header::Header};
-use crate::{Error, Result, fields::required};
+use super::header::{Header, Value};
+use crate::{
+    error::{Error, Result},
+    fields::required,
+};
 
 /// The metadata of a GGUF file: the keys that start with the name of its architecture, which callers
 /// leave out.

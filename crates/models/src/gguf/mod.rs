@@ -16,7 +16,7 @@ pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, map, open};
 
-use crate::Result;
+use crate::error::Result;
 
 /// Reads the metadata alone, those of the first part if the file is one of several; arrays lie in
 /// the mapped file.

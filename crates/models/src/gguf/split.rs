@@ -10,7 +10,10 @@ use std::{
 use memmap2::Mmap;
 
 use super::header::{Header, Value};
-use crate::{Error, Result, files::Part};
+use crate::{
+    error::{Error, Result},
+    files::Part,
+};
 
 /// A mapped file and its header.
 #[derive(Debug)]

@@ -6,13 +6,15 @@ use burn::tensor::{DType, Device, Shape, TensorData};
 use burn_store::{bridge, burn_pack::Tensor as PackTensor};
 use memmap2::Mmap;
 
-use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
-    Error, LanguageModel, Result, Tokenizer,
-    checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights},
+    checkpoint::{BlockSource, Blocks, Mapped, Stored, Watcher, Weights},
+    error::{Error, Result},
     files::Part,
     gguf::{self, GgufFile, Metadata, NumberType, TensorInfo, Value},
+    model::LanguageModel,
     registry,
+    tokenizer::Tokenizer,
 };
 
 /// Reads a GGUF file, or all parts of the model of which it is one.

@@ -12,16 +12,20 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
-    ConfigJson, Error, Family, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer, WeightDtype,
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
     checkpoint::{
-        Mapped, Outline, Stored, Weights,
+        Mapped, Outline, Stored, Watcher, Weights,
         quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
     },
+    dtype::WeightDtype,
+    error::{Error, Result},
+    family::{ConfigJson, Family},
     files::{Part, read_to_string},
     gguf::{NumberType, map},
     registry,
+    tokenizer::Tokenizer,
 };
 
 /// Reads a folder.

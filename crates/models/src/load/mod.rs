@@ -2,7 +2,6 @@
 
 mod gguf;
 mod hf;
-mod observer;
 mod outline;
 
 use std::{fs, io, path::Path};
@@ -10,14 +9,17 @@ use std::{fs, io, path::Path};
 use burn::tensor::Device;
 use kv_weights::{Activations, WeightFormat};
 
-pub(crate) use self::observer::Watcher;
-pub use self::{
-    observer::{LoadObserver, Planned, WeightBytes},
-    outline::{ModelOutline, outline, outline_config},
+pub(crate) use self::hf::open_folder;
+pub use self::outline::{ModelOutline, outline, outline_config};
+pub use crate::checkpoint::{LoadObserver, Planned, WeightBytes};
+use crate::{
+    cache_config::ModelCacheConfig,
+    checkpoint::Watcher,
+    dtype::WeightDtype,
+    error::{Error, Result},
+    model::LanguageModel,
+    tokenizer::Tokenizer,
 };
-pub(crate) use hf::open_folder;
-
-use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
 
 /// What [`load()`] read.
 #[derive(Debug)]

@@ -8,10 +8,15 @@ use std::{
 
 use burn::tensor::Device;
 
-use super::{LoadObserver, LoadOptions, Planned, Watcher, WeightBytes, hf};
+use super::{LoadOptions, hf};
 use crate::{
-    ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, ModelSpec, Result, WeightDtype,
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
+    checkpoint::{LoadObserver, Planned, Watcher, WeightBytes},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    family::ConfigJson,
     files::read_to_string,
+    spec::ModelSpec,
 };
 
 /// A model as it would be loaded: see [`outline`].

@@ -6,8 +6,8 @@ use burn::tensor::{DType, Tensor};
 use kv_cubecl::{AttentionOptions, KvMemory, RopeTable};
 use tracing::trace_span;
 
-use super::RopeRows;
-use crate::{Result, spans::OPERATION};
+use super::rope::RopeRows;
+use crate::{error::Result, spans::OPERATION};
 
 /// The inputs and the output of one layer's attention.
 #[derive(Clone, Debug)]

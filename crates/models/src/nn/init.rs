@@ -6,7 +6,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use super::{Linear, Matrix};
+use super::{linear::Linear, matrix::Matrix};
 
 /// A projection of random weights, and of biases that are 0.
 pub(crate) fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {

@@ -5,7 +5,7 @@ use burn::{
     tensor::{Device, Distribution, Int, Tensor, module::embedding},
 };
 
-use super::project;
+use super::project::project;
 
 /// `scale * B A`, which is added to a matrix `[rows, columns]` that is not trained (Hu et al., 2021,
 /// <https://arxiv.org/abs/2106.09685>; over packed weights Dettmers et al., 2023,

@@ -7,7 +7,7 @@ use burn::{
 
 use tracing::trace_span;
 
-use super::{Linear, RmsNorm};
+use super::{linear::Linear, norm::RmsNorm};
 use crate::spans::OPERATION;
 
 /// The nonlinearity of a [`GatedMlp`].

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     files::{failed, staged::stage},
 };
 

@@ -23,10 +23,14 @@ pub use packed::{QuantizeOptions, save_quantized};
 pub use crate::files::staged;
 
 use crate::{
-    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype,
-    checkpoint::{Export, Values},
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    exports::{Export, Values},
     files::{failed, pretty, staged::stage},
     float::{Float, append, with_float},
+    model::LanguageModel,
+    tokenizer::Tokenizer,
 };
 
 /// How [`save()`] writes a model.

@@ -19,16 +19,19 @@ use super::{
     rounded, write_folder,
 };
 use crate::{
-    Error, LanguageModel, ModelCacheConfig, Result, Role, Roles, Tokenizer, WeightDtype,
-    checkpoint::{
-        Export, RowOrder, Values,
-        quantized::{
-            BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
-        },
+    cache_config::ModelCacheConfig,
+    checkpoint::quantized::{
+        BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
     },
+    decoder::{Role, Roles},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    exports::{Export, RowOrder, Values},
     files::failed,
+    model::LanguageModel,
     mxfp4::{self, BLOCK},
     nn::Matrix,
+    tokenizer::Tokenizer,
 };
 
 /// Numbers that are restored and quantized at a time, in whole rows.

@@ -16,7 +16,7 @@ use super::{
     special::{Settings, begin_with},
 };
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     gguf::{Array, Strings, Value},
 };
 

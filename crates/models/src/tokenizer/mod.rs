@@ -1,5 +1,6 @@
 //! Text to ids and back.
 
+mod cuts;
 mod gguf;
 mod pieces;
 mod sentencepiece;
@@ -13,8 +14,12 @@ use std::{
 };
 
 pub use self::pieces::{Piece, Pieces};
-use self::{pieces::Cuts, special::Settings};
-use crate::{Error, Result, files, gguf::Value as GgufValue};
+use self::{cuts::Cuts, special::Settings};
+use crate::{
+    error::{Error, Result},
+    files,
+    gguf::{self as gguf_files, Value as GgufValue},
+};
 
 /// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
 #[derive(Clone)]
@@ -67,7 +72,7 @@ impl Tokenizer {
     /// its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let (map, metadata) = crate::gguf::metadata(path)?;
+        let (map, metadata) = gguf_files::metadata(path)?;
         Self::from_gguf_metadata(metadata, &map, path)
     }
 

@@ -11,142 +11,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use tokenizers::{
-    NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
-    PreTokenizerWrapper, normalizers::NormalizerWrapper,
+use super::{
+    Tokenizer,
+    cuts::{Cuts, Words, all, continued, splits},
 };
-
-use super::Tokenizer;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Bytes of a piece, about; a piece is longer where the text has no place to cut it.
 const PIECE: usize = 64 << 10;
-/// Bytes of text on either side with which a cut is tested, at least.
-const CONTEXT: usize = 256;
 /// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
-
-/// What decides where a tokenizer's texts may be cut.
-#[derive(Clone, Debug)]
-pub(super) struct Cuts {
-    words: Words,
-    /// Whether the normalizer puts the mark that stands for a space before every text. The part
-    /// after a cut is then encoded without its leading space, which would be marked twice.
-    prepends: bool,
-    /// Added tokens in which a space follows another character.
-    spanning: Vec<String>,
-    context: usize,
-}
-
-/// How words are kept apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Words {
-    /// The pre-tokenizer splits between them.
-    Split,
-    /// The pre-tokenizer does not split, but no token reaches from one word into the next.
-    Vocabulary,
-    /// Neither, so texts are not cut.
-    Joined,
-}
-
-impl Cuts {
-    pub(super) fn new(inner: &tokenizers::Tokenizer) -> Self {
-        let added = inner.get_added_tokens_decoder();
-        let longest = added.values().map(|token| token.content.len()).max().unwrap_or(0);
-        let spans = |text: &str| text.trim_start().contains(' ');
-        let spanning = added.values().map(|t| &t.content).filter(|t| spans(t)).cloned().collect();
-        let prepends = inner.get_normalizer().is_some_and(prepends);
-        let whole = match inner.get_pre_tokenizer() {
-            None => true,
-            Some(PreTokenizerWrapper::Metaspace(metaspace)) => !metaspace.get_split(),
-            Some(_) => false,
-        };
-        let words = match whole {
-            false if words_are_split(inner, prepends) => Words::Split,
-            true if words_are_apart(inner) => Words::Vocabulary,
-            _ => Words::Joined,
-        };
-        Self { words, prepends, spanning, context: CONTEXT.max(2 * longest) }
-    }
-}
-
-fn prepends(normalizer: &NormalizerWrapper) -> bool {
-    match normalizer {
-        NormalizerWrapper::Prepend(_) => true,
-        NormalizerWrapper::Sequence(all) => all.as_ref().iter().any(prepends),
-        _ => false,
-    }
-}
-
-/// Whether the pre-tokenizer splits before the space between words, of whatever characters they are.
-fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
-    // Words of every class of characters that pre-tokenizers distinguish: cases of letters, marks,
-    // digits, punctuation, symbols.
-    const WORDS: [&str; 16] = [
-        "a", "Ab", "AB", "é", "e\u{301}", "日本", "7", "123", "½", ".", "'", "it's", "(", "--",
-        "$", "👍",
-    ];
-    let pairs = WORDS.iter().flat_map(|a| WORDS.iter().map(move |b| (a, format!(" {b}"))));
-    pairs.into_iter().all(|(before, behind)| {
-        let both = format!("{before}{behind}");
-        let parts = [&both, *before, continued(&behind, prepends)];
-        all(parts.map(|text| plain_splits(inner, text)))
-            .is_ok_and(|[whole, left, right]| whole == [left, right].concat())
-    })
-}
-
-/// The part of `text` that is encoded when `text` follows a cut.
-fn continued(text: &str, prepends: bool) -> &str {
-    match prepends {
-        true => text.strip_prefix(' ').unwrap_or(text),
-        false => text,
-    }
-}
-
-/// Whether no token holds the character that stands for a space after another character.
-fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
-    let Ok(splits) = plain_splits(inner, "a b") else { return false };
-    let text: String = splits.into_iter().map(|(text, _)| text).collect();
-    let between = text.split_once('a').and_then(|(_, rest)| rest.strip_suffix('b'));
-    let Some(mark) = between.and_then(|mark| {
-        let mut chars = mark.chars();
-        chars.next().filter(|_| chars.next().is_none())
-    }) else {
-        return false;
-    };
-    inner.get_vocab(false).keys().all(|token| !token.trim_start_matches(mark).contains(mark))
-}
-
-/// What the tokenizer's model is given of a text: normalized pieces, and the ids of added tokens.
-type Splits = Vec<(String, Option<Vec<u32>>)>;
-
-fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
-    let vocabulary = inner.get_added_vocabulary();
-    pre_tokenize(inner, vocabulary.extract_and_normalize(inner.get_normalizer(), text))
-}
-
-/// The splits of a text, without looking for added tokens in it.
-fn plain_splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
-    let mut text = NormalizedString::from(text);
-    if let Some(normalizer) = inner.get_normalizer() {
-        normalizer.normalize(&mut text)?;
-    }
-    pre_tokenize(inner, text.into())
-}
-
-fn pre_tokenize(
-    inner: &tokenizers::Tokenizer,
-    mut split: PreTokenizedString,
-) -> tokenizers::Result<Splits> {
-    if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
-        pre_tokenizer.pre_tokenize(&mut split)?;
-    }
-    let splits = split.get_splits(OffsetReferential::Original, OffsetType::None);
-    let ids = |tokens: &Option<Vec<tokenizers::Token>>| {
-        tokens.as_ref().map(|tokens| tokens.iter().map(|token| token.id).collect())
-    };
-    Ok(splits.into_iter().map(|(text, _, tokens)| (text.to_string(), ids(tokens))).collect())
-}
 
 /// Where a text may be cut, best kind first.
 #[derive(Clone, Copy)]
@@ -306,10 +180,6 @@ impl Tokenizer {
         ids.truncate(limit);
         Ok(ids)
     }
-}
-
-fn all<T, E>([a, b, c]: [std::result::Result<T, E>; 3]) -> std::result::Result<[T; 3], E> {
-    Ok([a?, b?, c?])
 }
 
 /// Part of a text, see [`Tokenizer::pieces`].

@@ -12,7 +12,7 @@ use tokenizers::{
     models::bpe::{BPE, Vocab},
 };
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// What SentencePiece writes for a space.
 const SPACE: char = '▁';

@@ -7,7 +7,10 @@ use serde::Deserialize;
 use serde_json::{Value as Json, json};
 use tokenizers::{Encoding, PostProcessor, PostProcessorWrapper, Token};
 
-use crate::{Error, Result, files::read_to_string};
+use crate::{
+    error::{Error, Result},
+    files::read_to_string,
+};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Settings {

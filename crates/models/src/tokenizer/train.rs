@@ -12,7 +12,7 @@ use tokenizers::{
 };
 
 use super::{Tokenizer, n_ids, special::Settings};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The token that ends a text.
 const END_OF_TEXT: &str = "<|endoftext|>";

@@ -3,9 +3,12 @@
 
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus, seq::IndexedRandom};
 use serde_json::{Value as Json, json};
-use tokenizers::models::{
-    TrainerWrapper,
-    bpe::{BPE, BpeTrainer},
+use tokenizers::{
+    PreTokenizerWrapper,
+    models::{
+        TrainerWrapper,
+        bpe::{BPE, BpeTrainer},
+    },
 };
 
 use super::*;
@@ -74,54 +77,64 @@ fn tokenizer(model: &Json, normalizer: Json, pre: Json, added: &[Json]) -> Token
     Tokenizer::new(inner, n_ids, [], Settings::default(), path).unwrap()
 }
 
-/// Tokenizers like those of published models, and unusual ones, each with whether it allows cuts in
-/// English text.
-fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
-    let (bytes, marks) = (model(true), model(false));
-    let level = |regex: bool, prefix: bool| {
-        json!({
-            "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true,
-            "use_regex": regex,
-        })
-    };
-    let split = |regex: &str| {
+fn level(regex: bool, prefix: bool) -> Json {
+    json!({
+        "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": regex,
+    })
+}
+
+/// Byte-level pre-tokenization after splits by `regexes`.
+fn with(regexes: &[&str]) -> Json {
+    let split = |regex: &&str| {
         json!({
             "type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false,
         })
     };
-    let with = |regexes: &[&str]| {
-        let mut all: Vec<Json> = regexes.iter().map(|regex| split(regex)).collect();
-        all.push(level(false, false));
-        json!({"type": "Sequence", "pretokenizers": all})
-    };
+    let mut all: Vec<Json> = regexes.iter().map(split).collect();
+    all.push(level(false, false));
+    json!({"type": "Sequence", "pretokenizers": all})
+}
+
+fn metaspace(scheme: &str, split: bool) -> Json {
+    json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split})
+}
+
+/// Returns added tokens that contain spaces or strip the text around them.
+fn strange_tokens() -> [Json; 9] {
+    [
+        ("<s>", ""),
+        ("a b", ""),
+        ("b a", ""),
+        ("of the", "n"),
+        ("<l>", "l"),
+        ("<r>", "r"),
+        ("<w>", "lrw"),
+        ("\n\n", ""),
+        ("  ", "n"),
+    ]
+    .map(|(content, strip)| added(content, strip))
+}
+
+/// Adds a token that reaches from one word into the next.
+fn with_joined_words(mut model: Json) -> Json {
+    let id = model["vocab"].as_object().unwrap().len();
+    model["vocab"]["e▁"] = json!(id);
+    model["merges"].as_array_mut().unwrap().insert(0, json!(["e", "▁"]));
+    model
+}
+
+/// Returns tokenizers like those of published models, and unusual ones. The flag is whether a
+/// tokenizer allows cuts in English text.
+fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
+    let (bytes, marks) = (model(true), model(false));
+    let joined = with_joined_words(marks.clone());
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
     let sentence_piece = json!({
         "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
     });
-    let metaspace = |scheme: &str, split: bool| {
-        json!({
-            "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split,
-        })
-    };
-    let plain = [added("<s>", ""), added("</s>", "")];
-    let strange = [
-        added("<s>", ""),
-        added("a b", ""),
-        added("b a", ""),
-        added("of the", "n"),
-        added("<l>", "l"),
-        added("<r>", "r"),
-        added("<w>", "lrw"),
-        added("\n\n", ""),
-        added("  ", "n"),
-    ];
-    let mut joined = marks.clone();
-    // A token that reaches from one word into the next.
-    let id = joined["vocab"].as_object().unwrap().len();
-    joined["vocab"]["e▁"] = json!(id);
-    joined["merges"].as_array_mut().unwrap().insert(0, json!(["e", "▁"]));
-    let nothing = Json::Null;
-    let nfc = json!({"type": "NFC"});
+    let (plain, strange) = ([added("<s>", ""), added("</s>", "")], strange_tokens());
+    let (nothing, nfc) = (Json::Null, json!({"type": "NFC"}));
+    let strip = json!({"type": "Strip", "strip_left": true, "strip_right": true});
     let smollm = json!({
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": true}, level(true, false)],
@@ -149,17 +162,7 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
         ("metaspace", make(&marks, &nothing, &metaspace("always", true), &strange), true),
         ("no mark", make(&marks, &replace, &nothing, &strange), true),
         ("joined words", make(&joined, &sentence_piece, &nothing, &plain), false),
-        (
-            "stripped",
-            make(
-                &marks,
-                &json!({"type": "Strip", "strip_left": true,
-            "strip_right": true}),
-                &metaspace("first", false),
-                &plain,
-            ),
-            false,
-        ),
+        ("stripped", make(&marks, &strip, &metaspace("first", false), &plain), false),
     ]
 }
 

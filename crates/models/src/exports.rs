@@ -1,3 +1,5 @@
+//! Models as named tensors, to be written.
+
 use std::ops::Range;
 
 use burn::{
@@ -5,8 +7,24 @@ use burn::{
     tensor::{Tensor, TensorData},
 };
 
-use super::Names;
 use crate::nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm};
+
+/// The names that a family's checkpoints have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Names {
+    /// What messages call the family.
+    pub family: &'static str,
+    /// The prefix of all names but the head's, as `model.`; the importer's names are without it.
+    pub prefix: &'static str,
+    /// What the names of the layers' tensors begin with, before the number, as `layers.`.
+    pub layers: &'static str,
+    /// The token embedding, as `embed_tokens.weight`.
+    pub embedding: &'static str,
+    /// The output projection, as `lm_head.weight`.
+    pub head: &'static str,
+    /// Which tensors may be left over, because they follow from the configuration.
+    pub harmless: fn(&str) -> bool,
+}
 
 /// The tensors of a checkpoint that is to be written, on the model's device.
 #[derive(Debug)]

@@ -1,19 +1,20 @@
 //! The one type of a model's matrices.
 
+mod module;
+mod packed;
+
 use std::{collections::BTreeSet, ops::Range};
 
 use burn::{
-    module::{
-        Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
-        ModuleMapper, ModuleVisitor, Param, ParamId,
-    },
+    module::{Param, ParamId},
     tensor::{DType, Device, Int, Tensor, TensorData, module::embedding},
 };
+use kv_weights::{Activations, Fused, PackedMatrix};
 
-use kv_weights::{Activations, Fused, PackedMatrix, project_fused};
-
-use super::{RmsNorm, low_rank::LowRank, project};
-use crate::{Error, Result, model::PackedSize};
+use self::packed::Packed;
+pub(crate) use self::{module::PACKED, packed::PackedSize};
+use super::{low_rank::LowRank, norm::RmsNorm, project::project};
+use crate::error::{Error, Result};
 
 /// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
 ///
@@ -25,112 +26,10 @@ use crate::{Error, Result, model::PackedSize};
 #[derive(Clone, Debug)]
 pub struct Matrix(Stored);
 
-/// The kind of module that visitors are told for packed weights, whose name is their
-/// [`Matrix::id`].
-pub(crate) const PACKED: &str = "PackedMatrix";
-
-/// What the path of an adapter's parameters goes through, and the kind of module that visitors are
-/// told.
-const ADAPTER: &str = "adapter";
-const ADAPTER_KIND: &str = "Struct:LowRank";
-
 #[derive(Clone, Debug)]
 enum Stored {
     Dense(Param<Tensor<2>>),
     Packed(Packed),
-}
-
-/// Rows of blocks.
-#[derive(Clone, Debug)]
-struct Packed {
-    /// Tells it from the other parameters of a model, though it is none.
-    id: ParamId,
-    /// Matrices of equal width whose rows follow one another; at least one.
-    parts: Vec<PackedMatrix>,
-    /// What they are multiplied with.
-    activations: Activations,
-    /// What training adds to them.
-    adapter: Option<LowRank>,
-}
-
-impl Packed {
-    fn dims(&self) -> [usize; 2] {
-        let rows = self.parts.iter().map(|part| part.dims()[0]).sum();
-        [rows, self.parts[0].dims()[1]]
-    }
-
-    /// `n` rows from `start` on, `[n, columns]`.
-    fn rows(&self, start: usize, n: usize) -> Tensor<2> {
-        let (mut first, end) = (0, start + n);
-        let mut found = vec![];
-        for part in &self.parts {
-            let next = first + part.dims()[0];
-            let (from, to) = (start.max(first), end.min(next));
-            if from < to {
-                found.push(served(part.restore_rows(from - first, to - from)));
-            }
-            first = next;
-        }
-        let rows = match found.len() {
-            1 => found.swap_remove(0),
-            _ => Tensor::cat(found, 0),
-        };
-        match &self.adapter {
-            Some(adapter) => rows + adapter.rows(start, n),
-            None => rows,
-        }
-    }
-
-    fn project(&self, x: &Tensor<3>) -> Tensor<3> {
-        let products = self.project_fused(x.clone(), Fused::default());
-        match &self.adapter {
-            Some(adapter) => products + adapter.project(x.clone()),
-            None => products,
-        }
-    }
-
-    /// Products with all parts, without an adapter's, and what is `around` them.
-    fn project_fused(&self, x: Tensor<3>, around: Fused) -> Tensor<3> {
-        let parts: Vec<_> = self.parts.iter().collect();
-        served(project_fused(x, &parts, self.activations, around))
-    }
-
-    fn back_project(&self, y: &Tensor<3>) -> Tensor<3> {
-        let (mut first, mut sum) = (0, self.adapter.as_ref().map(|a| a.back_project(y.clone())));
-        for part in &self.parts {
-            let rows = part.dims()[0];
-            let of_part = served(kv_weights::back_project(y.clone().narrow(2, first, rows), part));
-            sum = Some(match sum {
-                Some(sum) => sum + of_part,
-                None => of_part,
-            });
-            first += rows;
-        }
-        sum.expect("there is a part")
-    }
-
-    fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let parts: Vec<_> = self.parts.iter().collect();
-        let rows = served(kv_weights::lookup_parts(ids.clone(), &parts));
-        match &self.adapter {
-            Some(adapter) => rows + adapter.lookup(ids),
-            None => rows,
-        }
-    }
-
-    fn map(
-        self,
-        f: impl Fn(PackedMatrix) -> PackedMatrix,
-        adapter: impl FnOnce(LowRank) -> LowRank,
-    ) -> Self {
-        let parts = self.parts.into_iter().map(f).collect();
-        Self { parts, adapter: self.adapter.map(adapter), ..self }
-    }
-}
-
-/// What is not served is found out when the matrix is made: devices, types and widths.
-fn served<T>(result: kv_weights::Result<T>) -> T {
-    result.unwrap_or_else(|error| panic!("packed weights: {error}"))
 }
 
 impl Matrix {
@@ -364,106 +263,5 @@ impl Matrix {
 impl From<Param<Tensor<2>>> for Matrix {
     fn from(param: Param<Tensor<2>>) -> Self {
         Self(Stored::Dense(param))
-    }
-}
-
-impl Module for Matrix {
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        match &self.0 {
-            Stored::Dense(param) => param.collect_devices(devices),
-            Stored::Packed(packed) => packed.parts.collect_devices(devices),
-        }
-    }
-
-    fn fork(self, device: &Device) -> Self {
-        Self(match self.0 {
-            Stored::Dense(param) => Stored::Dense(param.fork(device)),
-            Stored::Packed(packed) => {
-                Stored::Packed(packed.map(|part| part.fork(device), |adapter| adapter.fork(device)))
-            }
-        })
-    }
-
-    fn to_device(self, device: &Device) -> Self {
-        Self(match self.0 {
-            Stored::Dense(param) => Stored::Dense(Module::to_device(param, device)),
-            Stored::Packed(packed) => Stored::Packed(packed.map(
-                |part| Module::to_device(part, device),
-                |adapter| Module::to_device(adapter, device),
-            )),
-        })
-    }
-
-    fn train(self) -> Self {
-        Self(match self.0 {
-            Stored::Dense(param) => Stored::Dense(param.train()),
-            Stored::Packed(packed) => Stored::Packed(packed.map(Module::train, Module::train)),
-        })
-    }
-
-    fn valid(&self) -> Self {
-        Self(match &self.0 {
-            Stored::Dense(param) => Stored::Dense(param.valid()),
-            Stored::Packed(packed) => {
-                Stored::Packed(packed.clone().map(|part| part.valid(), |adapter| adapter.valid()))
-            }
-        })
-    }
-
-    fn materialize(self) -> Self {
-        Self(match self.0 {
-            Stored::Dense(param) => Stored::Dense(param.materialize()),
-            packed @ Stored::Packed(_) => packed,
-        })
-    }
-
-    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        match &self.0 {
-            Stored::Dense(param) => param.visit(visitor),
-            // No parameter, and yet to be found by its id.
-            Stored::Packed(packed) => {
-                let id = packed.id.to_string();
-                visitor.enter_module(&id, PACKED);
-                visitor.exit_module(&id, PACKED);
-                if let Some(adapter) = &packed.adapter {
-                    visitor.enter_module(ADAPTER, ADAPTER_KIND);
-                    adapter.visit(visitor);
-                    visitor.exit_module(ADAPTER, ADAPTER_KIND);
-                }
-            }
-        }
-    }
-
-    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        Self(match self.0 {
-            Stored::Dense(param) => Stored::Dense(Module::map(param, mapper)),
-            Stored::Packed(packed) => Stored::Packed(packed.map(
-                |part| part,
-                |adapter| {
-                    mapper.enter_module(ADAPTER, ADAPTER_KIND);
-                    let adapter = Module::map(adapter, mapper);
-                    mapper.exit_module(ADAPTER, ADAPTER_KIND);
-                    adapter
-                },
-            )),
-        })
-    }
-}
-
-impl ModuleDisplayDefault for Matrix {
-    fn content(&self, content: Content) -> Option<Content> {
-        match &self.0 {
-            Stored::Dense(param) => param.content(content),
-            Stored::Packed(packed) => packed.parts.content(content),
-        }
-    }
-}
-
-impl ModuleDisplay for Matrix {
-    fn format(&self, settings: DisplaySettings) -> String {
-        match &self.0 {
-            Stored::Dense(param) => param.format(settings),
-            Stored::Packed(packed) => packed.parts.format(settings),
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::{LanguageModel, ModelCacheConfig, ModelSpec, Result};
+use crate::{cache_config::ModelCacheConfig, error::Result, model::LanguageModel, spec::ModelSpec};
 
 /// Who is told of a load while it goes on.
 pub trait LoadObserver {
