@@ -1,15 +1,16 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3 and
-//! gpt-oss, read from Hugging Face folders, PyTorch checkpoints and GGUF files by
-//! [`load()`] and written as Hugging Face folders by [`save()`]. A model is not converted for a
-//! quantized cache: every pass says what its cache stores, the same in all layers or, with a
-//! [`ModelCacheConfig`], with some layers in float.
+//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3
+//! and gpt-oss are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
+//! files, and written by [`save()`] as Hugging Face folders. A model is not converted for a
+//! quantized cache. Every pass names the format of its cache, for all layers or, with a
+//! [`ModelCacheConfig`], per layer.
 //!
-//! [`gamerft`] is a world model: frames instead of tokens, and a ring of them as its cache.
+//! [`gamerft`] is a world model. It generates frames instead of tokens, and its cache is a ring of
+//! frames.
 //!
-//! A [`LanguageModel`] is a [`Decoder`] of any type. Models of other crates implement it and
-//! [`Family`], and [`register`] makes them known to [`load()`].
+//! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
+//! [`Family`]; [`register`] makes their families known to [`load()`].
 //!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};

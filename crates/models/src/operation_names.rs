@@ -10,8 +10,8 @@ use burn::{
 use crate::{model::LanguageModel, nn::PACKED};
 
 impl LanguageModel {
-    /// What the operations that read each parameter are called: `L3/qkv` for the module `qkv` of layer 3, `norm`
-    /// for one outside of the layers.
+    /// Returns the name of the operation that reads each parameter: `L3/qkv` for the module `qkv`
+    /// of layer 3, or `norm` for a module outside of the layers.
     pub fn operation_names(&self) -> HashMap<ParamId, String> {
         let mut names = Names::default();
         self.visit(&mut names);
@@ -19,7 +19,7 @@ impl LanguageModel {
     }
 }
 
-/// The modules that a visitor is in, and what was found there.
+/// The path of a visitor, and the names found.
 #[derive(Default)]
 struct Names {
     path: Vec<String>,
@@ -27,7 +27,7 @@ struct Names {
 }
 
 impl Names {
-    /// The path without the model's name in front and the parameter's at the end.
+    /// Returns the path without the model's name and the parameter's.
     fn operation(&self) -> String {
         let modules = self.path.get(1..self.path.len().saturating_sub(1)).unwrap_or_default();
         match modules {

@@ -1,5 +1,5 @@
-//! The rope as configurations describe it: in `config.json`, and in the metadata and tensors of
-//! GGUF files. Families share it.
+//! Rope in configurations: `config.json`, and metadata and tensors of GGUF files. All families
+//! share it.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::{
     nn::RopeScaling,
 };
 
-/// `rope_parameters`, or the older `rope_scaling`.
+/// The fields of `rope_parameters`, or of the older `rope_scaling`.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct RopeFields {
     #[serde(alias = "type")]
@@ -36,8 +36,8 @@ pub(crate) struct RopeFields {
 }
 
 impl RopeFields {
-    /// `original` is `original_max_position_embeddings` outside of `rope_scaling`, where Phi-3 has
-    /// it.
+    /// Returns the scaling. `original` is `original_max_position_embeddings` outside of
+    /// `rope_scaling`, where Phi-3 has it.
     pub(crate) fn scaling(
         &self,
         path: &Path,
@@ -231,7 +231,7 @@ pub(crate) fn note_longrope(
     }
 }
 
-/// `rope_scaling` of `config.json`, for a model of so many positions.
+/// Returns `rope_scaling` of `config.json` for a model of `max_positions`.
 pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     match scaling {
         RopeScaling::Default => Value::Null,
@@ -261,8 +261,8 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
             "factor": max_positions as f64 / *original_max_positions as f64,
             "original_max_position_embeddings": original_max_positions,
         }),
-        // `longrope` with the same factors for short and long contexts and without scaling of
-        // attention does nothing but divide the frequencies.
+        // `longrope` with equal factors for short and long contexts and without scaling of
+        // attention only divides the frequencies.
         RopeScaling::Divisors(divisors) => json!({
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -290,12 +290,12 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     }
 }
 
-/// A number of positions is written without a fraction where it has none.
+/// Writes a whole number without a fraction.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }
 
-/// The scaling in a GGUF file. Takes the tensors of the rope out of `weights`.
+/// Returns the scaling in a GGUF file. Takes the rope tensors from `weights`.
 pub(crate) fn from_gguf(
     metadata: &Metadata<'_>,
     rotary_dim: usize,
@@ -363,7 +363,7 @@ fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result
                 beta_fast: float("yarn_beta_fast", 32.0)?,
                 beta_slow: float("yarn_beta_slow", 1.0)?,
                 original_max_positions: original.unwrap_or(context_length),
-                // llama.cpp multiplies the factor of the file, if there is one, by this.
+                // llama.cpp multiplies the optional factor of the file by this.
                 attention_factor: float("attn_factor", 1.0)? * yarn_gain(factor, 1.0),
                 truncate: true,
             })

@@ -1,27 +1,28 @@
-//! A model that does not fit into memory, and what would make it fit.
+//! Errors of models that do not fit into memory.
 
 use std::fmt;
 
-/// Bytes of memory, part by part.
+/// Bytes of memory, by part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Footprint {
-    /// The weights, as they are kept.
+    /// Bytes of the weights in their stored format.
     pub weights: usize,
-    /// The caches of all layers, and the rotary tables: [`CacheBytes::total`].
+    /// Bytes of the caches of all layers and of the rope tables:
+    /// [`CacheBytes::total`](crate::CacheBytes::total).
     pub cache: usize,
     /// Bytes of activations, estimated from the widths of the model.
     pub activations: usize,
 }
 
 impl Footprint {
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts.
     pub fn total(&self) -> usize {
         self.weights.saturating_add(self.cache).saturating_add(self.activations)
     }
 }
 
-/// The memory that a model needs and there is not.
+/// A model that needs more memory than is available.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Shortage {
@@ -29,15 +30,15 @@ pub struct Shortage {
     pub needed: Footprint,
     /// Bytes of weights by type.
     pub by_type: Vec<(String, usize)>,
-    /// The name of the cache that was planned.
+    /// The name of the planned cache.
     pub cache: String,
-    /// The tokens that it holds.
+    /// Tokens per sequence of the planned cache.
     pub capacity: usize,
-    /// The sequences that it holds.
+    /// Sequences of the planned cache.
     pub batch: usize,
     /// Bytes available.
     pub available: u64,
-    /// Where that number is from.
+    /// The origin of that number.
     pub source: String,
     /// Changes that make the model fit, least costly first; empty if none does.
     pub advice: Vec<Advice>,
@@ -51,13 +52,13 @@ pub enum Advice {
     Packed(usize),
     /// Allocate the cache for this number of tokens.
     Context(usize),
-    /// A cache of this name for as many tokens as were asked for.
+    /// Use a cache of this name with the requested capacity.
     Cache(String),
     /// Quantize the output projection to 4 bits, which saves this number of bytes.
     Int4Head(usize),
 }
 
-/// Bytes in decimal units, as disks and files have them.
+/// Formats bytes in decimal units, as for disks and files.
 pub fn decimal_size(bytes: u64) -> String {
     match bytes as f64 {
         bytes if bytes >= 1e9 => format!("{:.2} GB", bytes / 1e9),

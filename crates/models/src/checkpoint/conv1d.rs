@@ -1,4 +1,4 @@
-//! Projections that are stored the other way round.
+//! Projections that are stored transposed.
 
 use burn::tensor::TensorData;
 use half::{bf16, f16};
@@ -12,12 +12,12 @@ use crate::{
 };
 
 impl Weights {
-    /// Takes the projection `name` with its bias, which Hugging Face files store as
-    /// `[d_input, d_output]` ("Conv1D") unless it is quantized, and GGUF files like every other one.
+    /// Takes the projection `name` with its bias. Hugging Face files store it as `[d_input,
+    /// d_output]` ("Conv1D") unless it is quantized; GGUF files store it like every other
+    /// projection.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
         let weight = format!("{name}.weight");
         if self.is_outline() {
@@ -45,7 +45,7 @@ impl Weights {
         Ok(Linear { weight, bias })
     }
 
-    /// Takes a matrix that is stored as `[columns, rows]`, in 16 bits, if it is to stay so.
+    /// Takes a matrix that is stored as `[columns, rows]` in 16 bits, if it is to stay packed.
     fn take_packed_transposed(
         &mut self,
         name: &str,

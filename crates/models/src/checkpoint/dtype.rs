@@ -1,4 +1,4 @@
-//! The type that a checkpoint's tensors are read in.
+//! The type of a model's weights.
 
 use burn::tensor::DType;
 
@@ -9,11 +9,10 @@ use crate::{
 };
 
 impl Weights {
-    /// Says in which type all tensors are handed to the device, once all have been added.
+    /// Sets the type of all tensors on the device. Call it after all tensors have been added.
     ///
     /// # Errors
-    ///
-    /// [`Error::Unsupported`] for a device without the type.
+    /// Returns [`Error::Unsupported`] if the device does not support the type.
     pub(crate) fn set_dtype(&mut self, asked: WeightDtype) -> Result<()> {
         let chosen = asked.dtype().unwrap_or_else(|| self.prevailing());
         self.dtype = chosen;
@@ -35,7 +34,7 @@ impl Weights {
         Ok(())
     }
 
-    /// The type that most elements of matrices have; of equals f32, then f16.
+    /// Returns the type of most elements of matrices. On a tie, f32 precedes f16, and f16 bf16.
     fn prevailing(&self) -> DType {
         let elements = |dtype| -> usize {
             self.matrices().filter(|(found, _)| *found == dtype).map(|(_, n)| n).sum()
@@ -48,7 +47,7 @@ impl Weights {
         }
     }
 
-    /// Type and number of elements of every float tensor of two dimensions.
+    /// Returns the type and the number of elements of every float tensor with two dimensions.
     fn matrices(&self) -> impl Iterator<Item = (DType, usize)> {
         let tensors = self.tensors.values().map(|entry| &entry.tensor);
         tensors

@@ -1,4 +1,4 @@
-//! A tensor that has not been taken yet.
+//! Tensors that have not been taken yet.
 
 use std::{fmt::Debug, path::PathBuf, sync::Arc};
 
@@ -9,23 +9,23 @@ use kv_weights::WeightFormat;
 use super::mapped::{Mapped, Stored};
 use crate::error::{Error, Result};
 
-/// A tensor of a checkpoint.
+/// A tensor of a checkpoint that has not been taken yet.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) tensor: PackTensor,
     /// The name in the file, for messages.
     pub(super) name: String,
     pub(super) path: PathBuf,
-    /// Where the tensor lies in a file that is mapped.
+    /// The bytes of the tensor in a mapped file.
     pub(super) stored: Option<Stored>,
     /// The blocks that the tensor is restored from.
     pub(super) blocks: Option<Blocks>,
-    /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
+    /// Rows per head, if rows of the two halves of a head alternate.
     pub(super) interleaved: Option<usize>,
 }
 
 impl Entry {
-    /// Bytes in the file.
+    /// Returns the number of bytes in the file.
     pub(super) fn in_file(&self) -> usize {
         match (&self.stored, &self.blocks) {
             (Some(stored), _) => stored.mapped.range.len(),
@@ -34,7 +34,7 @@ impl Entry {
         }
     }
 
-    /// What the type that numbers are packed in is called: that of blocks, or one of 16 bits.
+    /// Returns the name and format of packed numbers: of blocks, or of 16-bit floats.
     pub(super) fn packed_type(&self) -> Option<(String, Option<WeightFormat>)> {
         match (&self.blocks, self.tensor.dtype) {
             (Some(blocks), _) => Some((blocks.name.clone(), blocks.format)),
@@ -44,11 +44,11 @@ impl Entry {
         }
     }
 
-    /// The format of rows that can be multiplied as they are stored.
+    /// Returns the format of rows that can stay packed.
     pub(super) fn packed_format(&self) -> Option<WeightFormat> {
         let (_, format) = self.packed_type()?;
         let shape = &self.tensor.shape;
-        // Rows of blocks that are not whole are an error, those of floats only are not packed.
+        // Incomplete blocks are an error; rows of floats that do not fill blocks are not packed.
         let whole = |format: &WeightFormat| {
             !format.is_float()
                 || shape.last().is_some_and(|n| n.is_multiple_of(format.block_numbers()))
@@ -56,7 +56,7 @@ impl Entry {
         format.filter(whole).filter(|_| shape.num_dims() > 1)
     }
 
-    /// Where it lies in a file, as it is packed.
+    /// Returns the range of a mapped file that has the packed bytes.
     pub(super) fn packed_at(&self) -> Option<&Mapped> {
         match (&self.blocks, &self.stored) {
             (Some(blocks), _) => blocks.mapped(),
@@ -76,7 +76,7 @@ impl Entry {
         Error::Tensor { path: self.path.clone(), tensor: self.name.clone(), why }
     }
 
-    /// Checks that rows can be those of heads in pairs.
+    /// Checks that rows form heads with an even number of rows.
     pub(super) fn check_pairs(&self, rows: usize, head_dim: usize) -> Result<()> {
         match head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim) {
             true => Ok(()),
@@ -90,24 +90,24 @@ impl Entry {
 /// The blocks of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
-    /// What their type is called.
+    /// The name of their type.
     pub(crate) name: String,
-    /// `None` for a type that is not multiplied packed.
+    /// The format of packed weights; `None` if no kernel reads the type.
     pub(crate) format: Option<WeightFormat>,
     pub(crate) source: BlockSource,
 }
 
-/// Where blocks come from.
+/// The source of blocks.
 #[derive(Clone, Debug)]
 pub(crate) enum BlockSource {
-    /// As they lie in a GGUF file.
+    /// A range of a GGUF file.
     Mapped(Mapped),
-    /// Put together from several tensors when they are taken.
+    /// Several tensors, joined when they are taken.
     Joined(Arc<dyn Join>),
 }
 
 impl Blocks {
-    /// Where they lie in a file.
+    /// Returns the range of a mapped file that has the blocks.
     pub(super) fn mapped(&self) -> Option<&Mapped> {
         match &self.source {
             BlockSource::Mapped(mapped) => Some(mapped),
@@ -115,7 +115,7 @@ impl Blocks {
         }
     }
 
-    /// How many bytes they are.
+    /// Returns the number of bytes.
     pub(super) fn len(&self) -> usize {
         match &self.source {
             BlockSource::Mapped(mapped) => mapped.range.len(),
@@ -124,9 +124,9 @@ impl Blocks {
     }
 }
 
-/// Several tensors that are joined to blocks.
+/// Tensors that are joined to form blocks.
 pub(crate) trait Join: Debug + Send + Sync {
-    /// Returns how many bytes the blocks take.
+    /// Returns the number of bytes of the blocks.
     fn n_bytes(&self) -> usize;
 
     /// Reads the tensors and returns the blocks.

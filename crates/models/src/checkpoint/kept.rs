@@ -1,4 +1,4 @@
-//! Counts of the weights that stay packed.
+//! Counts of packed and restored weights.
 
 use std::collections::BTreeMap;
 
@@ -7,18 +7,19 @@ use kv_weights::PackedLayout;
 use super::mapped::Mapped;
 use crate::nn::PackedSize;
 
-/// What became of the blocks of a file.
+/// Counts of packed and restored weights, and the parts of files that were copied.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub(super) size: PackedSize,
-    /// Matrices that were restored although packed ones were asked for: their number, bytes and numbers by type.
+    /// Number, bytes and elements of matrices that were restored although packed weights were
+    /// requested, by type.
     pub(super) restored: BTreeMap<String, [usize; 3]>,
-    /// Where blocks lie in the files that have been copied.
+    /// Ranges of files that were copied.
     pub(super) copied: Vec<Mapped>,
 }
 
 impl Kept {
-    /// Counts `matrices` of this layout.
+    /// Counts `matrices` packed matrices of this layout.
     pub(super) fn add(&mut self, layout: PackedLayout, matrices: usize) {
         let numbers = layout.rows() * layout.columns();
         self.size.add(layout.format(), matrices * layout.bytes(), matrices * numbers);

@@ -1,5 +1,5 @@
-//! The tensors of a checkpoint under their Hugging Face names: [`Weights`] to import a model from,
-//! [`Exports`] to export one to.
+//! The tensors of a checkpoint under their Hugging Face names. Importers take them from
+//! [`Weights`]; exporters add them to [`Exports`].
 
 mod conv1d;
 mod dtype;

@@ -1,17 +1,20 @@
-//! Quantized matrices of safetensors files: one that is stored as several tensors becomes one that has blocks.
+//! Quantized matrices of safetensors files: several tensors become one matrix of blocks.
 //!
-//! Integers are stored as by the `compressed-tensors` library in its format `pack-quantized`
-//! (<https://github.com/vllm-project/compressed-tensors>), for a matrix `NAME` of `[rows, columns]` and codes of `bits`:
+//! Integers follow the format `pack-quantized` of the `compressed-tensors` library
+//! (<https://github.com/vllm-project/compressed-tensors>). For a matrix `NAME` of `[rows, columns]`
+//! and codes of `bits`:
 //!
 //! | tensor | type | shape | |
 //! |---|---|---|---|
-//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes from 0, the first in the lowest bits |
+//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes from 0, the first in the lowest
+//! bits |
 //! | `NAME_scale` | F16, BF16 or F32 | `[rows, groups]` | `scale * (code - zero)` |
-//! | `NAME_zero_point` | I32 | `[rows * bits / 32, groups]`, rounded up | zeros, packed along the rows; 8 or 128 without it |
+//! | `NAME_zero_point` | I32 | `[rows * bits / 32, groups]`, rounded up | zeros, packed along the
+//! rows; 8 or 128 without it |
 //! | `NAME_shape` | I64 or I32 | `[2]` | rows and columns |
 //!
-//! MXFP4 is stored as in gpt-oss's files: `NAME_blocks`, U8 `[rows, columns / 32, 16]`, two codes to a byte, the first
-//! of them in its lower half, and `NAME_scales`, U8 `[rows, columns / 32]`, exponents.
+//! MXFP4 follows gpt-oss. `NAME_blocks` is U8 `[rows, columns / 32, 16]` with two codes to a byte,
+//! the first in its lower half. `NAME_scales` is U8 `[rows, columns / 32]` with exponents.
 
 use std::sync::Arc;
 
@@ -30,19 +33,19 @@ use crate::{
     mxfp4::{self, BLOCK},
 };
 
-/// The `quant_method` of integers, and the `format` of those that are read.
+/// The `quant_method` and the `format` of integers.
 pub(crate) const INTEGERS: &str = "compressed-tensors";
 pub(crate) const INTEGER_FORMAT: &str = "pack-quantized";
 /// The `quant_method` of MXFP4.
 pub(crate) const MXFP4: &str = "mxfp4";
-/// How the names of such tensors end, after that of the matrix.
+/// Suffixes of the tensors of a quantized matrix.
 pub(crate) const PACKED: &str = "_packed";
 pub(crate) const SCALE: &str = "_scale";
 pub(crate) const ZERO_POINT: &str = "_zero_point";
 pub(crate) const SHAPE: &str = "_shape";
 pub(crate) const BLOCKS: &str = "_blocks";
 pub(crate) const SCALES: &str = "_scales";
-/// How the name of a matrix ends.
+/// The suffix of a matrix.
 const WEIGHT: &str = ".weight";
 
 /// The tensors of a quantized matrix.
@@ -55,11 +58,10 @@ pub(crate) struct Quantized {
 }
 
 impl Weights {
-    /// Puts the tensors of quantized matrices together, once all have been added.
+    /// Joins the tensors of quantized matrices. Call it after all tensors have been added.
     ///
     /// # Errors
-    ///
-    /// One that is missing, or of another type or shape than the others say.
+    /// Fails if a tensor is missing or contradicts the others in type or shape.
     pub(crate) fn join_quantized(&mut self) -> Result<()> {
         let names: Vec<String> = self.tensors.keys().cloned().collect();
         for name in names {
@@ -77,7 +79,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Takes one of the tensors that `matrix` is stored as.
+    /// Takes one of the tensors of `matrix`.
     fn part(&mut self, matrix: &str, suffix: &str) -> Result<Entry> {
         let name = format!("{matrix}{suffix}");
         let missing = || Error::MissingTensor { path: self.path.clone(), tensor: name.clone() };
@@ -91,7 +93,7 @@ impl Weights {
         codes.check_type(&[DType::I32])?;
         let [rows, columns] = match self.tensors.remove(&format!("{matrix}{SHAPE}")) {
             Some(shape) => shape.numbers(rows)?,
-            // Codes of 4 bits are the usual ones.
+            // Codes usually have 4 bits.
             None => [rows, 8 * words],
         };
         let bits = match (32 * words)
@@ -139,13 +141,13 @@ impl Weights {
     }
 }
 
-/// The name of the matrix that a tensor of this name is a part of.
+/// Returns the name of the matrix that this tensor is a part of.
 fn matrix_of<'a>(name: &'a str, suffix: &str) -> Option<&'a str> {
     name.strip_suffix(suffix).filter(|matrix| matrix.ends_with(WEIGHT))
 }
 
 impl Entry {
-    /// The shape of a matrix.
+    /// Returns the shape of a matrix.
     fn shape(&self) -> Result<[usize; 2]> {
         let shape = self.tensor.shape.to_vec();
         <[usize; 2]>::try_from(&shape[..])
@@ -170,7 +172,7 @@ impl Entry {
         }
     }
 
-    /// The two numbers of a shape, whose first is `rows`.
+    /// Reads a shape whose first number is `rows`.
     fn numbers(&self, rows: usize) -> Result<[usize; 2]> {
         self.check_type(&[DType::I64, DType::I32])?;
         let (bytes, size) = (self.bytes()?, self.tensor.dtype.size());
@@ -189,7 +191,7 @@ impl Entry {
 }
 
 impl Quantized {
-    /// A matrix whose numbers are restored when it is taken, and whose blocks are there too.
+    /// Returns an entry that has the blocks, and restores them when it is taken.
     fn into_entry(self) -> Entry {
         let layout = self.layout;
         let (rows, columns) = (layout.rows(), layout.columns());
@@ -222,7 +224,7 @@ impl Quantized {
         for (i, codes) in codes.chunks_exact(group_codes).enumerate() {
             let (row, column) = (i / groups, i % groups);
             let zero = match &zeros {
-                // A word has the zeros of as many rows as it has room for.
+                // A word has zeros of several rows.
                 Some(zeros) => {
                     let byte = (row * bits / 32 * groups + column) * 4 + row * bits % 32 / 8;
                     if bits == 8 { zeros[byte] } else { zeros[byte] >> (4 * (row % 2)) & 15 }
@@ -242,7 +244,7 @@ impl Quantized {
         Ok(blocks)
     }
 
-    /// The scales, which blocks have as f16.
+    /// Returns the scales as f16, the type in blocks.
     fn scales(&self) -> Result<Vec<f16>> {
         let (entry, bytes) = (&self.scales, self.scales.bytes()?);
         let mut values: Vec<f32> = vec![];

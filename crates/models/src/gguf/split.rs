@@ -1,4 +1,4 @@
-//! The files of a GGUF model: one, or the parts that llama.cpp's `gguf-split` makes of one.
+//! The files of a GGUF model: a single file, or the parts that llama.cpp's `gguf-split` writes.
 
 use std::{
     fs::File,
@@ -23,11 +23,10 @@ pub(crate) struct GgufFile {
     pub(crate) header: Header,
 }
 
-/// The files of the model that `path` is, or is a part of. The first one has the metadata.
+/// Opens all files of the model that `path` belongs to. The first file has the metadata.
 ///
 /// # Errors
-///
-/// A file that is not a GGUF file, or a part that is missing or is not the one its name says.
+/// Fails if a file is not a GGUF file, or if a part is missing or contradicts its name.
 pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     let named = GgufFile::open(path)?;
     let count = match named.integer("split.count")? {

@@ -1,4 +1,4 @@
-//! Hugging Face folders: `config.json` beside safetensors or PyTorch weights.
+//! Hugging Face folders: `config.json` with safetensors or PyTorch weights.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -45,7 +45,7 @@ pub(super) fn load(
     build(folder, (file_stem(folder), format), &files, device, options, watcher)
 }
 
-/// Reads one weights file, or all shards if it is one of several, with the `config.json` beside it.
+/// Reads one weights file, or all shards of its model, with the `config.json` beside it.
 pub(super) fn load_file(
     file: &Path,
     device: &Device,
@@ -111,7 +111,7 @@ fn build(
     Ok(Loaded { model, tokenizer, cache, name, format, notes })
 }
 
-/// The cache that a file names, if it is there.
+/// Reads the cache configuration, if the file exists.
 pub(super) fn own_cache(path: &Path) -> Result<Option<ModelCacheConfig>> {
     match ModelCacheConfig::read(path) {
         Ok(cache) => Ok(Some(cache)),
@@ -120,8 +120,8 @@ pub(super) fn own_cache(path: &Path) -> Result<Option<ModelCacheConfig>> {
     }
 }
 
-/// Tells the observer what a model takes of which nothing but the configuration is there; `stored` is the type of
-/// its checkpoint's floats, if that is known.
+/// Reports the sizes of a model to the observer, from its configuration alone. `stored` is the type
+/// of its checkpoint's floats, if known.
 pub(super) fn outline(
     config: &ConfigJson<'_>,
     stored: Option<WeightDtype>,
@@ -161,7 +161,7 @@ pub(super) fn outline(
     family.import(config, &mut weights).map(drop)
 }
 
-/// The tensors of a folder, none of them read yet.
+/// Opens the tensors of a folder without reading them.
 pub(crate) fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
     let (format, files) = weight_files(folder)?;
     open_files(folder, format, &files, device)
@@ -182,20 +182,20 @@ fn open_files(
     Ok(weights)
 }
 
-/// The fields of `config.json` that every family has.
+/// The fields of `config.json` that all families have.
 #[derive(Deserialize)]
 struct Header {
     model_type: String,
     eos_token_id: Option<Ids>,
     quantization_config: Option<Map<String, Value>>,
     compression_config: Option<Map<String, Value>>,
-    /// The type of the floats, by its old name and its new one.
+    /// The type of the floats, under its old and its new name.
     torch_dtype: Option<String>,
     dtype: Option<String>,
 }
 
 impl Header {
-    /// The family that serves it.
+    /// Returns the family of the model.
     fn family(&self, path: &Path) -> Result<&'static dyn Family> {
         let model_type = &self.model_type;
         let family = registry::by_model_type(model_type).map_err(|known| {
@@ -206,13 +206,13 @@ impl Header {
         Ok(family)
     }
 
-    /// How weights are quantized, if they are.
+    /// Returns the method by which weights are quantized, if they are.
     fn method(&self) -> Option<&str> {
         let config = self.quantization_config.as_ref().or(self.compression_config.as_ref())?;
         Some(config.get("quant_method").and_then(Value::as_str).unwrap_or("another method"))
     }
 
-    /// The type of the checkpoint's floats.
+    /// Returns the type of the checkpoint's floats.
     fn stored(&self, path: &Path) -> Result<DType> {
         match self.dtype.as_deref().or(self.torch_dtype.as_deref()) {
             None | Some("float32") => Ok(DType::F32),
@@ -225,8 +225,8 @@ impl Header {
         }
     }
 
-    /// Refuses quantized weights other than the family's own, whose tensors have the names of ordinary
-    /// weights but hold codes.
+    /// Rejects quantized weights of other methods than the family's own. Their tensors have the
+    /// names of ordinary weights but hold codes.
     fn check(&self, path: &Path, known: &[&str]) -> Result<()> {
         for (field, config) in [
             ("quantization_config", &self.quantization_config),
@@ -256,7 +256,7 @@ impl Header {
     }
 }
 
-/// `generation_config.json`.
+/// The fields of `generation_config.json`.
 #[derive(Deserialize)]
 struct Generation {
     eos_token_id: Option<Ids>,
@@ -289,8 +289,8 @@ fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
     })
 }
 
-/// The files that hold the weights: a single file, the shards that an index lists, or the shards
-/// that are found by their names.
+/// Returns the files that hold the weights: a single file, the shards that an index lists, or the
+/// shards found by their names.
 pub(super) fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     for (format, stem, extension) in
         [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
@@ -314,8 +314,8 @@ pub(super) fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     })
 }
 
-/// One of the shards in `folder`, if there are any. Shards of different counts are an error,
-/// because it is not known which of them are meant.
+/// Returns one of the shards in `folder`, if any. Shards with different counts are an error,
+/// because they are ambiguous.
 fn any_part(folder: &Path, stem: &str, extension: &str) -> Result<Option<Part>> {
     let io = |source| Error::Io { path: folder.into(), source };
     let mut parts = BTreeMap::new();
@@ -343,7 +343,7 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let names: BTreeSet<_> = weight_map.into_values().collect();
     let mut files = Vec::new();
     for name in names {
-        // An index may not reach outside its folder.
+        // An index must not refer to files outside its folder.
         if Path::new(&name).file_name() != Some(name.as_ref()) {
             return Err(Error::config(index, "weight_map", name, "must be a bare file name"));
         }
@@ -383,11 +383,11 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
     Ok(())
 }
 
-/// Where the floats of a safetensors file lie, which has been found to be one.
+/// Returns the locations of floats in a valid safetensors file.
 fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
     let map = map(file)?;
     let Ok((header, metadata)) = SafeTensors::read_metadata(&map) else { return Ok(vec![]) };
-    /// Bytes of the header's length, before the header.
+    /// Bytes of the header's length, which precede the header.
     const LENGTH: usize = 8;
     let data = LENGTH + header;
     let place = |(name, info): (String, &TensorInfo)| {

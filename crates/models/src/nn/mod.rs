@@ -1,5 +1,4 @@
-//! Blocks that the models share. `kv-cubecl` applies the causal mask, so there is none in this
-//! crate.
+//! Modules that all families share. `kv-cubecl` applies the causal mask, so this crate has none.
 
 mod attention;
 #[cfg(feature = "flex")]

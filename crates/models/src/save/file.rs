@@ -1,4 +1,4 @@
-//! A safetensors file whose tensors are written in any order, and some rows at a time.
+//! A safetensors file whose tensors are written in any order, some rows at a time.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +25,7 @@ struct Listed {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
-    /// Where its bytes begin in the file.
+    /// The offset of its first byte in the file.
     start: u64,
 }
 
@@ -35,42 +35,42 @@ impl Listed {
     }
 }
 
-/// The file: first all tensors are [added](Self::add), then they are [written](Self::write).
+/// A safetensors file. All tensors are [added](Self::add) first, and then [written](Self::write).
 #[derive(Debug)]
 pub(crate) struct TensorFile<'a> {
     at: &'a Path,
-    /// What messages call it.
+    /// The path in messages.
     path: &'a Path,
     tensors: Vec<Listed>,
     metadata: BTreeMap<&'static str, String>,
-    /// As it is in the file, once that is begun.
+    /// The header, once the file has been created.
     header: Vec<u8>,
     file: Option<NamedTempFile>,
 }
 
 impl<'a> TensorFile<'a> {
-    /// A file that is to be `at`, and that messages call `path`.
+    /// Prepares a file at `at` that messages call `path`.
     pub(crate) fn new(at: &'a Path, path: &'a Path) -> Self {
         let metadata = BTreeMap::from([("format", "pt".into())]);
         Self { at, path, tensors: vec![], metadata, header: vec![], file: None }
     }
 
-    /// The same with something to be said of the tensors.
+    /// Adds metadata.
     #[must_use]
     pub(crate) fn with_metadata(mut self, key: &'static str, value: String) -> Self {
         self.metadata.insert(key, value);
         self
     }
 
-    /// Says that there is a tensor.
+    /// Adds a tensor to the header.
     pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
         self.tensors.push(Listed { name, dtype, shape, start: 0 });
         Place(self.tensors.len() - 1)
     }
 
-    /// Makes the file and writes its header.
+    /// Creates the file and writes its header.
     pub(crate) fn begin(mut self) -> Result<Self> {
-        // Wide types first, so that each tensor begins at a multiple of its type's size.
+        // Wide types come first, so that each tensor begins at a multiple of its type's size.
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
         order.sort_by_key(|&i| core::cmp::Reverse(self.tensors[i].dtype.bitsize()));
         let (mut offset, mut header) = (0, BTreeMap::<&str, Value>::new());
@@ -105,12 +105,12 @@ impl<'a> TensorFile<'a> {
         Ok(self)
     }
 
-    /// The header, as it is between the file's first 8 bytes and the tensors.
+    /// Returns the header without its length.
     pub(crate) fn header(&self) -> &[u8] {
         &self.header
     }
 
-    /// Writes bytes of a tensor, from this one of its bytes on.
+    /// Writes bytes of a tensor, beginning with byte `from`.
     pub(crate) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
         let start = self.tensors[i].start + from as u64;
         let file = self.file.as_mut().expect("begin has made it");
@@ -119,13 +119,14 @@ impl<'a> TensorFile<'a> {
             .map_err(failed(self.path))
     }
 
-    /// The whole file.
+    /// Returns the complete file.
     pub(crate) fn finish(self) -> Result<NamedTempFile> {
         Ok(self.file.expect("begin has made it"))
     }
 }
 
-/// Gives the file its length. A disk that is too small is full before hours of work, where it can be told.
+/// Sets the length of the file. If the system can reserve the space, a full disk is found before
+/// hours of work.
 fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     #[cfg(target_os = "linux")]
     {

@@ -1,11 +1,6 @@
-//! Quantized models: matrices as codes with their scales, in a Hugging Face folder.
+//! Saves quantized models: matrices as codes and scales, in a Hugging Face folder.
 
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    path::Path,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, Quantize, WeightFormat};
@@ -16,15 +11,14 @@ use tempfile::NamedTempFile;
 use super::{
     SaveOptions, configured,
     file::{Place, TensorFile},
+    options::QuantizeOptions,
     rounded, write_folder,
 };
 use crate::{
-    cache_config::ModelCacheConfig,
     checkpoint::quantized::{
         BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
     },
-    decoder::{Role, Roles},
-    dtype::WeightDtype,
+    decoder::Roles,
     error::{Error, Result},
     exports::{Export, RowOrder, Values},
     files::failed,
@@ -37,87 +31,17 @@ use crate::{
 /// Numbers that are restored and quantized at a time, in whole rows.
 const AT_A_TIME: usize = 1 << 23;
 
-/// How [`save_quantized`] writes a model. A kind of matrices without a format stays in floats.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct QuantizeOptions<'a> {
-    /// The format of the projections of attention.
-    pub attention: Option<WeightFormat>,
-    /// That of the MLPs.
-    pub mlp: Option<WeightFormat>,
-    /// That of the token embedding and the head.
-    pub embedding: Option<WeightFormat>,
-    /// How numbers become codes.
-    pub quantize: Quantize,
-    /// The type of what stays in floats; by default that of the model.
-    pub dtype: WeightDtype,
-    /// The cache that the model is for, written as [`KV_CACHE_FILE`](crate::KV_CACHE_FILE).
-    pub cache: Option<&'a ModelCacheConfig>,
-    /// Ends the work with [`Error::Interrupted`] when it becomes true.
-    pub stop: Option<&'a AtomicBool>,
-}
-
-impl<'a> QuantizeOptions<'a> {
-    /// These formats for attention, MLPs and embedding.
-    pub fn new([attention, mlp, embedding]: [Option<WeightFormat>; 3]) -> Self {
-        let (quantize, dtype) = (Quantize::default(), WeightDtype::Auto);
-        Self { attention, mlp, embedding, quantize, dtype, cache: None, stop: None }
-    }
-
-    /// The same options with another way to codes.
-    #[must_use]
-    pub fn with_quantize(self, quantize: Quantize) -> Self {
-        Self { quantize, ..self }
-    }
-
-    /// The same options with another type of what stays in floats.
-    #[must_use]
-    pub fn with_dtype(self, dtype: WeightDtype) -> Self {
-        Self { dtype, ..self }
-    }
-
-    /// The same options with a cache.
-    #[must_use]
-    pub fn with_cache(self, cache: Option<&'a ModelCacheConfig>) -> Self {
-        Self { cache, ..self }
-    }
-
-    /// The same options with a flag that [stops](Self::stop) the work.
-    #[must_use]
-    pub fn with_stop(self, stop: &'a AtomicBool) -> Self {
-        Self { stop: Some(stop), ..self }
-    }
-
-    fn check_stop(&self) -> Result<()> {
-        match self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
-            true => Err(Error::Interrupted),
-            false => Ok(()),
-        }
-    }
-
-    /// The format of a matrix of this role.
-    fn format(&self, role: Option<Role>) -> Option<WeightFormat> {
-        match role? {
-            Role::Embedding | Role::Head => self.embedding,
-            Role::Mlp => self.mlp,
-            role if role.is_attention() => self.attention,
-            _ => None,
-        }
-    }
-}
-
-/// Writes a model with quantized matrices as a new Hugging Face folder, which [`load`](crate::load()) reads, restored or
-/// packed.
+/// Writes a model with quantized matrices as a new Hugging Face folder, which
+/// [`load`](crate::load()) reads packed or restored.
 ///
-/// Integers are written as by the `compressed-tensors` library in its format `pack-quantized`, which vLLM reads; MXFP4
-/// as in gpt-oss's files. Matrices are restored, quantized and written some rows at a time.
+/// Integers follow the format `pack-quantized` of the `compressed-tensors` library, which vLLM
+/// reads; MXFP4 follows gpt-oss. Matrices are restored, quantized and written some rows at a time.
 ///
 /// # Errors
-///
-/// One line naming the tensor or file: rows that are not whole groups, a format that is not made,
-/// weights that are not finite, experts in another format than MXFP4, a folder that is there
-/// already, a file that cannot be written, what [`save`](super::save) refuses, and
-/// [`Error::Interrupted`]. Nothing is left then.
+/// Fails with one line that names the tensor or file. Reasons are rows that are not whole groups, a
+/// format that cannot be written, weights that are not finite, experts in another format than
+/// MXFP4, an existing folder, a file that cannot be written, the errors of [`save`](super::save),
+/// and [`Error::Interrupted`]. Nothing is left on the disk then.
 pub fn save_quantized(
     folder: impl AsRef<Path>,
     model: &LanguageModel,
@@ -137,7 +61,7 @@ pub fn save_quantized(
     let plan = plan(exports, &model.roles(), options, &weights)?;
     config.insert("quantization_config".into(), quantization_config(&plan, options.quantize));
 
-    // Whole before it gets its name.
+    // The folder is renamed when it is complete.
     let parent = match folder.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
@@ -152,12 +76,12 @@ pub fn save_quantized(
     write_folder(unfinished.path(), model, tokenizer, &config, options.cache, write)?;
     options.check_stop()?;
     fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
-    // It has its name, and is not to be removed.
+    // The renamed folder must not be removed.
     let _ = unfinished.keep();
     Ok(())
 }
 
-/// A tensor of floats, or the matrices that are written as one in a format.
+/// A tensor of floats, or matrices that are quantized to one format.
 enum Planned {
     Floats(String, Box<Values>),
     Quantized(QuantizedExport),
@@ -166,9 +90,9 @@ enum Planned {
 struct QuantizedExport {
     name: String,
     format: WeightFormat,
-    /// Whether the name is of the experts of a layer.
+    /// Whether these are the experts of a layer.
     experts: bool,
-    /// Matrices of these rows, in which order.
+    /// Matrices, and the rows of each that are written.
     matrices: Vec<(Matrix, std::ops::Range<usize>)>,
     order: RowOrder,
     columns: usize,
@@ -223,7 +147,7 @@ fn plan(
     planned.collect()
 }
 
-/// What says which matrices are quantized, and how, in `config.json`.
+/// Returns `quantization_config` of `config.json`.
 fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
     let mut groups: BTreeMap<(usize, usize), Vec<&str>> = BTreeMap::new();
     let (mut floats, mut mxfp4) = (vec![], false);
@@ -262,7 +186,7 @@ fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
     })
 }
 
-/// The bits of integers.
+/// Returns the bits of integers.
 fn bits(format: WeightFormat) -> Option<usize> {
     match format {
         WeightFormat::Int4(_) => Some(4),
@@ -271,7 +195,7 @@ fn bits(format: WeightFormat) -> Option<usize> {
     }
 }
 
-/// Writes what is planned to the file `at`; messages call it `path`.
+/// Writes the planned tensors to the file `at`; messages call it `path`.
 fn write_plan(
     at: &Path,
     plan: &[Planned],
@@ -312,7 +236,7 @@ impl QuantizedExport {
         self.matrices[0].1.len()
     }
 
-    /// Says which tensors it is written as.
+    /// Adds the tensors that the matrices become.
     fn places(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<Place> {
         let (rows, columns, name) = (self.rows(), self.columns, &self.name);
         let groups = columns / self.format.block_numbers();
@@ -345,13 +269,13 @@ impl QuantizedExport {
         path: &Path,
     ) -> Result<()> {
         let wrong = |why| Error::Tensor { path: path.into(), tensor: self.name.clone(), why };
-        // Whole words of zeros, which are packed along the rows.
+        // Zeros are packed along the rows, so each step has whole words of them.
         let at_a_time = (AT_A_TIME / self.columns).max(8) / 8 * 8;
         let mut parts = Parts::new(self.format, self.columns, places);
         for (matrix, range) in &self.matrices {
             let starts = match self.order {
                 RowOrder::Same => range.clone().step_by(at_a_time),
-                // All rows of an expert have other places.
+                // The order applies to all rows of an expert at once.
                 RowOrder::InTurn => range.clone().step_by(range.len()),
             };
             for start in starts {
@@ -409,12 +333,12 @@ fn in_threads(
     Ok(blocks)
 }
 
-/// Blocks, written as the tensors that they are apart.
+/// Writes blocks as separate tensors.
 struct Parts<'a> {
     format: WeightFormat,
     groups: usize,
     places: &'a [Place],
-    /// Rows that have been written.
+    /// The number of written rows.
     rows: usize,
 }
 
@@ -443,7 +367,7 @@ impl<'a> Parts<'a> {
             let (row, group) = (i / self.groups, i % self.groups);
             scales.extend_from_slice(&block[..2]);
             let byte = (row * bits / 32 * self.groups + group) * 4 + row * bits % 32 / 8;
-            // Its low byte: it is a code.
+            // The zero is a code in the low byte.
             zeros[byte] |= if bits == 8 { block[2] } else { block[2] << (4 * (row % 2)) };
             match bits {
                 8 => codes.extend_from_slice(&block[4..]),

@@ -1,32 +1,32 @@
-//! What decides where a tokenizer's texts may be cut.
+//! Rules for cutting a text that a tokenizer encodes in pieces.
 
 use tokenizers::{
     NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
     PreTokenizerWrapper, normalizers::NormalizerWrapper,
 };
 
-/// Bytes of text on either side with which a cut is tested, at least.
+/// The fewest bytes on either side of a cut with which it is tested.
 const CONTEXT: usize = 256;
-/// What decides where a tokenizer's texts may be cut.
+/// The places at which a tokenizer's texts may be cut.
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
     pub(super) words: Words,
-    /// Whether the normalizer puts the mark that stands for a space before every text. The part
-    /// after a cut is then encoded without its leading space, which would be marked twice.
+    /// Whether the normalizer puts the mark for a space before every text. The part after a cut is
+    /// then encoded without its leading space, which would be marked twice.
     pub(super) prepends: bool,
     /// Added tokens in which a space follows another character.
     pub(super) spanning: Vec<String>,
     pub(super) context: usize,
 }
 
-/// How words are kept apart.
+/// The separation of words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Words {
     /// The pre-tokenizer splits between them.
     Split,
     /// The pre-tokenizer does not split, but no token reaches from one word into the next.
     Vocabulary,
-    /// Neither, so texts are not cut.
+    /// Neither holds, so texts are not cut.
     Joined,
 }
 
@@ -59,7 +59,7 @@ fn prepends(normalizer: &NormalizerWrapper) -> bool {
     }
 }
 
-/// Whether the pre-tokenizer splits before the space between words, of whatever characters they are.
+/// Returns whether the pre-tokenizer splits before the space between words of any characters.
 fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
     // Words of every class of characters that pre-tokenizers distinguish: cases of letters, marks,
     // digits, punctuation, symbols.
@@ -76,7 +76,7 @@ fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
     })
 }
 
-/// The part of `text` that is encoded when `text` follows a cut.
+/// Returns the part of `text` that is encoded after a cut.
 pub(super) fn continued(text: &str, prepends: bool) -> &str {
     match prepends {
         true => text.strip_prefix(' ').unwrap_or(text),
@@ -84,7 +84,7 @@ pub(super) fn continued(text: &str, prepends: bool) -> &str {
     }
 }
 
-/// Whether no token holds the character that stands for a space after another character.
+/// Returns whether no token has the mark for a space after another character.
 fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
     let Ok(splits) = plain_splits(inner, "a b") else { return false };
     let text: String = splits.into_iter().map(|(text, _)| text).collect();
@@ -98,7 +98,7 @@ fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
     inner.get_vocab(false).keys().all(|token| !token.trim_start_matches(mark).contains(mark))
 }
 
-/// What the tokenizer's model is given of a text: normalized pieces, and the ids of added tokens.
+/// The input of the tokenizer's model: normalized pieces, and the ids of added tokens.
 pub(super) type Splits = Vec<(String, Option<Vec<u32>>)>;
 
 pub(super) fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
@@ -106,7 +106,7 @@ pub(super) fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::R
     pre_tokenize(inner, vocabulary.extract_and_normalize(inner.get_normalizer(), text))
 }
 
-/// The splits of a text, without looking for added tokens in it.
+/// Splits a text without looking for added tokens.
 fn plain_splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
     let mut text = NormalizedString::from(text);
     if let Some(normalizer) = inner.get_normalizer() {

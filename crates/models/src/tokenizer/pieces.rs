@@ -1,10 +1,10 @@
 //! Encodes a long text in separate pieces, with the same ids as the whole text.
 //!
 //! Encoding takes a hundred times the memory of its text, so long texts are cut. A cut is made
-//! where the pre-tokenizer splits anyway and neither side depends on the other: before a space that
-//! follows a word, if there is one. Whether a tokenizer splits there for all kinds of words is
-//! tested once, when it is read. Each cut is tested as well: the text around it must have the same
-//! splits and ids in two parts as in one.
+//! where the pre-tokenizer splits and neither side depends on the other, preferably before a space
+//! that follows a word. When a tokenizer is read, one test finds out whether it splits there for
+//! all kinds of words. Each cut is also tested: the text around it must have the same splits and
+//! ids in two parts as in one.
 
 use std::{
     io::Read,
@@ -17,12 +17,12 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Bytes of a piece, about; a piece is longer where the text has no place to cut it.
+/// The approximate bytes of a piece. A piece is longer if the text cannot be cut there.
 const PIECE: usize = 64 << 10;
 /// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
 
-/// Where a text may be cut, best kind first.
+/// The kinds of places at which a text may be cut, best first.
 #[derive(Clone, Copy)]
 enum Place {
     /// After a word and the punctuation that follows it, before a space and another word.
@@ -52,8 +52,8 @@ impl Place {
 }
 
 impl Tokenizer {
-    /// The last place before the end of `text` where it can be cut so that the parts have the ids
-    /// of the whole, whatever text follows; `None` if no such place was found.
+    /// Returns the last place before the end of `text` at which it can be cut. The parts then have
+    /// the ids of the whole, whatever text follows.
     fn cut(&self, text: &str) -> Option<usize> {
         let Cuts { words, context, .. } = self.cuts;
         let last = text.len().checked_sub(context)?;
@@ -85,16 +85,15 @@ impl Tokenizer {
         })
     }
 
-    /// Whether the text around `at` has the same splits and ids in two parts, cut at `at`, as in
-    /// one.
+    /// Returns whether the text around `at` has the same splits and ids in two parts as in one.
     fn parts_at(&self, text: &str, at: usize) -> bool {
         let Cuts { words, prepends, ref spanning, context } = self.cuts;
         let start = text.floor_char_boundary(at.saturating_sub(context));
         let end = text.ceil_char_boundary((at + context).min(text.len()));
         let (around, at) = (&text[start..end], at - start);
         let (before, behind) = around.split_at(at);
-        // An added token that spans the place rules it out even if the excerpt is matched
-        // otherwise: with the text before the excerpt, the match may be another.
+        // No cut is allowed inside an added token, even if the tokenizer matches the excerpt
+        // otherwise, because text before the excerpt can change the match.
         let spanned = spanning.iter().any(|token| {
             let reaches = |n| before.ends_with(&token[..n]) && behind.starts_with(&token[n..]);
             (1..token.len()).any(|n| token.is_char_boundary(n) && reaches(n))
@@ -119,12 +118,11 @@ impl Tokenizer {
         [left, right].concat() == whole
     }
 
-    /// The ids of a [`Piece`] of a text. One that `continues` a text is not encoded as the start of
-    /// a text, whose first word some tokenizers mark.
+    /// Returns the ids of a [`Piece`] of a text. Some tokenizers mark the first word of a text; a
+    /// piece that `continues` a text has no such mark.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode).
+    /// Fails as [`encode`](Self::encode) does.
     pub fn encode_piece(&self, text: &str, continues: bool) -> Result<Vec<u32>> {
         match continues {
             true => self.encode_whole(continued(text, self.cuts.prepends)),
@@ -132,21 +130,19 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a UTF-8 file in pieces, which are read as they are asked for. A byte order mark
-    /// at the start of the file is skipped. `path` is for messages.
+    /// Returns the text of a UTF-8 file in pieces, which are read on demand. A byte order mark at
+    /// the start of the file is skipped. `path` is for messages.
     pub fn pieces<R: Read>(&self, reader: R, path: impl AsRef<Path>) -> Pieces<'_, R> {
         let skip_mark = true;
         Pieces { skip_mark, ..Pieces::new(self, reader, path.as_ref()) }
     }
 
-    /// The ids of a UTF-8 file, at most `limit` of them. The file is read only as far as these
-    /// need, in pieces rather than as a whole. A byte order mark at its start is skipped. `path` is
-    /// for messages.
+    /// Returns the ids of a UTF-8 file, at most `limit`. The file is read in pieces, and only as
+    /// far as necessary. A byte order mark at its start is skipped. `path` is for messages.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode); [`Error::Io`], and [`Error::NotUtf8`] naming the byte, in
-    /// the part of the file that is read.
+    /// Fails as [`encode`](Self::encode) does. Returns [`Error::Io`] or [`Error::NotUtf8`] with the
+    /// byte, for the part of the file that is read.
     pub fn encode_reader(
         &self,
         reader: impl Read,
@@ -156,11 +152,10 @@ impl Tokenizer {
         self.collect(self.pieces(reader, path), limit.unwrap_or(usize::MAX))
     }
 
-    /// The first ids of `text`, `limit` at most, without encoding all of it.
+    /// Returns the first ids of `text`, at most `limit`, without encoding all of it.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode).
+    /// Fails as [`encode`](Self::encode) does.
     pub fn encode_first(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
         self.collect(Pieces::new(self, text.as_bytes(), Path::new("")), limit)
     }
@@ -182,22 +177,22 @@ impl Tokenizer {
     }
 }
 
-/// Part of a text, see [`Tokenizer::pieces`].
+/// A part of a text, see [`Tokenizer::pieces`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The part.
+    /// The text of the part.
     pub text: String,
-    /// Whether there is text before it.
+    /// Whether other text precedes it.
     pub continues: bool,
 }
 
-/// The parts of a text, in order; together they are the text.
+/// The parts of a text, in order. Joined, they are the text.
 #[derive(Debug)]
 pub struct Pieces<'a, R> {
     tokenizer: &'a Tokenizer,
     reader: R,
     path: PathBuf,
-    /// Bytes of a piece, see [`PIECE`].
+    /// The approximate bytes of a piece.
     size: usize,
     /// Whether to skip a byte order mark at the start.
     skip_mark: bool,
@@ -227,7 +222,7 @@ impl<'a, R: Read> Pieces<'a, R> {
         }
     }
 
-    /// Reads until there are `len` bytes of text, or to the end.
+    /// Reads until `text` has `len` bytes or the file ends.
     fn fill(&mut self, len: usize) -> Result<()> {
         while !self.at_end && self.text.len() < len {
             let mut bytes = std::mem::take(&mut self.partial);

@@ -1,4 +1,4 @@
-//! The one type of a model's matrices.
+//! The type of all matrices of a model.
 
 mod module;
 mod packed;
@@ -16,13 +16,13 @@ pub(crate) use self::{module::PACKED, packed::PackedSize};
 use super::{low_rank::LowRank, norm::RmsNorm, project::project};
 use crate::error::{Error, Result};
 
-/// A matrix of weights, `[rows, columns]`: its rows are multiplied with, looked up, or both.
+/// A matrix of weights, `[rows, columns]`. Its rows are multiplied, looked up, or both.
 ///
-/// Projections, embeddings and the head read their weights by its methods alone, so that how
-/// weights are stored (f32, f16, bf16, or the blocks of a file) is decided here. As a Burn module
-/// it is its parameter, without a name of its own: in `Llama.layers.0.qkv.weight` it is `weight`.
-/// Packed weights are not trained and have no parameter, but those of an adapter, `adapter.a` and
-/// `adapter.b`, where [`LanguageModel::adapt`](crate::LanguageModel::adapt) has put one.
+/// This type alone decides how weights are stored: as f32, f16, bf16, or blocks of a file. As a
+/// Burn module it is its parameter, without a name of its own: in `Llama.layers.0.qkv.weight` it is
+/// `weight`. Packed weights are not trained and have no parameter.
+/// [`LanguageModel::adapt`](crate::LanguageModel::adapt) adds an adapter with the parameters
+/// `adapter.a` and `adapter.b`.
 #[derive(Clone, Debug)]
 pub struct Matrix(Stored);
 
@@ -33,11 +33,11 @@ enum Stored {
 }
 
 impl Matrix {
-    /// The matrix of the rows of all `parts`, which are not trained.
+    /// Creates a matrix with the rows of all `parts`, which are not trained.
     ///
     /// # Errors
-    ///
-    /// No parts or parts of different widths, and a device that does not multiply packed weights.
+    /// Fails if there are no parts, if they have different widths, or if the device does not
+    /// multiply packed weights.
     pub fn packed(parts: Vec<PackedMatrix>, activations: Activations) -> Result<Self> {
         let widths: BTreeSet<usize> = parts.iter().map(|part| part.dims()[1]).collect();
         let Some(first) = parts.first().filter(|_| widths.len() == 1) else {
@@ -56,7 +56,7 @@ impl Matrix {
         }
     }
 
-    /// The matrix as a parameter, which training updates; `None` for packed weights.
+    /// Returns the parameter, which training updates; `None` for packed weights.
     pub fn param(&self) -> Option<&Param<Tensor<2>>> {
         match &self.0 {
             Stored::Dense(param) => Some(param),
@@ -64,13 +64,13 @@ impl Matrix {
         }
     }
 
-    /// Whether weights are packed and nothing is added to them.
+    /// Returns whether weights are packed and have no adapter.
     pub(crate) fn is_only_packed(&self) -> bool {
         matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
     }
 
-    /// Adds an adapter to packed weights, which adds nothing yet and is trained, in place of one
-    /// that was there. Returns whether they are packed.
+    /// Adds a trainable adapter to packed weights, which adds zero at first and replaces any
+    /// earlier one. Returns whether the weights are packed.
     pub(crate) fn adapt(&mut self, rank: usize, scale: f64, device: &Device) -> bool {
         let dims = self.dims();
         let Stored::Packed(packed) = &mut self.0 else { return false };
@@ -78,7 +78,8 @@ impl Matrix {
         true
     }
 
-    /// Packed weights with an adapter become a parameter, their sum. Returns what was packed.
+    /// Replaces packed weights with an adapter by a parameter, their sum. Returns the size of the
+    /// packed weights.
     pub(crate) fn merge(&mut self) -> PackedSize {
         let Stored::Packed(packed) = &self.0 else { return PackedSize::default() };
         if packed.adapter.is_none() {
@@ -93,7 +94,7 @@ impl Matrix {
         size
     }
 
-    /// The numbers, `[rows, columns]`; packed weights are restored to f32.
+    /// Returns the numbers, `[rows, columns]`; packed weights are restored to f32.
     pub fn val(&self) -> Tensor<2> {
         match &self.0 {
             Stored::Dense(param) => param.val(),
@@ -101,7 +102,7 @@ impl Matrix {
         }
     }
 
-    /// The device that it is on.
+    /// Returns the device of the matrix.
     pub fn device(&self) -> Device {
         match &self.0 {
             Stored::Dense(param) => param.lazy_device(),
@@ -109,7 +110,7 @@ impl Matrix {
         }
     }
 
-    /// Replaces the numbers by what `f` makes of them; packed weights are restored for it.
+    /// Applies `f` to the numbers; packed weights are restored first.
     #[must_use]
     pub fn map_tensor(self, f: impl FnOnce(Tensor<2>) -> Tensor<2>) -> Self {
         Self(Stored::Dense(match self.0 {
@@ -118,7 +119,7 @@ impl Matrix {
         }))
     }
 
-    /// Rows and columns.
+    /// Returns rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         match &self.0 {
             Stored::Dense(param) => param.lazy_shape().dims(),
@@ -126,8 +127,8 @@ impl Matrix {
         }
     }
 
-    /// The type of what is looked up and of what is multiplied: that which it is stored in, f32 for
-    /// packed weights.
+    /// Returns the type of inputs, products and looked-up rows: the stored type, or f32 for packed
+    /// weights.
     pub fn dtype(&self) -> DType {
         match &self.0 {
             Stored::Dense(param) => param.dtype(),
@@ -135,10 +136,9 @@ impl Matrix {
         }
     }
 
-    /// Products of `x` with every row, `x W^T`.
+    /// Returns the products of `x` with every row, `x W^T`.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, columns]`, in the type of the matrix
     /// - output: `[batch, seq, rows]`, in the same type; sums are f32
     pub fn project(&self, x: Tensor<3>) -> Tensor<3> {
@@ -148,12 +148,11 @@ impl Matrix {
         }
     }
 
-    /// The logits of final states: products of every row with what `norm` makes of `x`, in one
-    /// launch where weights are packed on a GPU and tokens few.
+    /// Applies `norm` to `x`, then returns the products with every row, such as logits. Packed
+    /// weights on a GPU do this in one launch for a few tokens.
     ///
     /// # Shapes
-    ///
-    /// - as those of [`project`](Self::project)
+    /// - the same as in [`project`](Self::project)
     pub fn project_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         match self.fuses(&x) {
             true => self.project_fused(&x, Fused::default().with_norm(norm.fused())),
@@ -161,12 +160,11 @@ impl Matrix {
         }
     }
 
-    /// Sums of the rows weighted by `y`, `y W`: what the gradient `y` with respect to
-    /// [`project`](Self::project)'s products is with respect to what they are of. That of packed
-    /// weights records no gradient of its own.
+    /// Returns the sums of the rows weighted by `y`, `y W`. This turns the gradient of
+    /// [`project`](Self::project)'s products into the gradient of its inputs. With packed weights,
+    /// the result has no gradient of its own.
     ///
     /// # Shapes
-    ///
     /// - y: `[batch, seq, rows]`, in the type of the matrix
     /// - output: `[batch, seq, columns]`, in the same type
     pub fn back_project(&self, y: Tensor<3>) -> Tensor<3> {
@@ -180,20 +178,19 @@ impl Matrix {
         }
     }
 
-    /// Whether products of `x` and what is around them are one launch: for a few tokens, by packed
-    /// weights on a GPU.
+    /// Returns whether products of `x` and the operations around them are one launch: for a few
+    /// tokens and packed weights on a GPU.
     pub(super) fn fuses(&self, x: &Tensor<3>) -> bool {
         let [batch, seq, _] = x.dims();
         matches!(&self.0, Stored::Packed(Packed { adapter: None, .. }))
             && kv_weights::fuses(batch * seq, &x.device())
     }
 
-    /// Products of `x` with every row, and what is `around` them. Shapes are those of
-    /// [`project_fused`].
+    /// Returns the products of `x` with every row, with the operations `around` them. Shapes are as
+    /// in [`project_fused`](kv_weights::project_fused).
     ///
     /// # Panics
-    ///
-    /// If weights are not packed.
+    /// Panics if the weights are not packed.
     pub(super) fn project_fused(&self, x: &Tensor<3>, around: Fused) -> Tensor<3> {
         match &self.0 {
             Stored::Packed(packed) => packed.project_fused(x.clone(), around),
@@ -201,10 +198,9 @@ impl Matrix {
         }
     }
 
-    /// The rows of these numbers.
+    /// Looks up the rows of these numbers.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, columns]`
     pub fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
@@ -214,7 +210,7 @@ impl Matrix {
         }
     }
 
-    /// `n` rows from `start` on, `[n, columns]`.
+    /// Returns `n` rows from `start` on, `[n, columns]`.
     pub fn rows(&self, start: usize, n: usize) -> Tensor<2> {
         match &self.0 {
             Stored::Dense(param) => param.val().narrow(0, start, n),
@@ -222,11 +218,11 @@ impl Matrix {
         }
     }
 
-    /// Of these rows the first, one in the middle and the last; of packed weights without an
-    /// adapter, whatever the rows, their first words and their last, which do not depend on how
-    /// they are divided into buffers.
+    /// Returns the first, the middle and the last of these rows. For packed weights without an
+    /// adapter, returns the first and the last words of the matrix, which do not depend on how it
+    /// is divided into buffers.
     pub(crate) fn sample(&self, rows: Range<usize>) -> Result<TensorData, String> {
-        /// Words at either end.
+        /// The number of words at either end.
         const WORDS: usize = 64;
         let data = match &self.0 {
             Stored::Packed(Packed { parts, adapter: None, .. }) => {
@@ -248,8 +244,8 @@ impl Matrix {
         data.map_err(|error| error.to_string())
     }
 
-    /// The rows of these numbers, `[n]`, as `[n, columns]`; one past the end is the last row, one
-    /// below 0 the first.
+    /// Returns the rows of these numbers, `[n]`, as `[n, columns]`. Numbers outside the matrix are
+    /// clamped to the first or last row.
     pub fn rows_at(&self, numbers: &Tensor<1, Int>) -> Tensor<2> {
         let last = self.dims()[0] as i32 - 1;
         let numbers = numbers.clone().clamp(0, last);

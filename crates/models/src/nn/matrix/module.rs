@@ -10,12 +10,10 @@ use burn::{
 
 use super::{Matrix, Stored};
 
-/// The kind of module that visitors are told for packed weights, whose name is their
-/// [`Matrix::id`].
+/// The kind of module that visitors see for packed weights; its name is [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
 
-/// What the path of an adapter's parameters goes through, and the kind of module that visitors are
-/// told.
+/// The name and the kind of module that visitors see for an adapter.
 const ADAPTER: &str = "adapter";
 const ADAPTER_KIND: &str = "Struct:LowRank";
 
@@ -72,7 +70,7 @@ impl Module for Matrix {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         match &self.0 {
             Stored::Dense(param) => param.visit(visitor),
-            // No parameter, and yet to be found by its id.
+            // Packed weights are not a parameter, but visitors find them by their id.
             Stored::Packed(packed) => {
                 let id = packed.id.to_string();
                 visitor.enter_module(&id, PACKED);

@@ -8,16 +8,16 @@ use kv_weights::{Activations, Fused, PackedMatrix, WeightFormat, project_fused};
 
 use crate::nn::low_rank::LowRank;
 
-/// Rows of blocks.
+/// Rows of blocks, with an optional adapter.
 #[derive(Clone, Debug)]
 pub(super) struct Packed {
-    /// Tells it from the other parameters of a model, though it is none.
+    /// Identifies the weights among the parameters of a model.
     pub(super) id: ParamId,
-    /// Matrices of equal width whose rows follow one another; at least one.
+    /// Matrices of equal width with consecutive rows; at least one.
     pub(super) parts: Vec<PackedMatrix>,
-    /// What they are multiplied with.
+    /// The precision of activations.
     pub(super) activations: Activations,
-    /// What training adds to them.
+    /// The trained addition.
     pub(super) adapter: Option<LowRank>,
 }
 
@@ -27,7 +27,7 @@ impl Packed {
         [rows, self.parts[0].dims()[1]]
     }
 
-    /// `n` rows from `start` on, `[n, columns]`.
+    /// Returns `n` rows from `start` on, `[n, columns]`.
     pub(super) fn rows(&self, start: usize, n: usize) -> Tensor<2> {
         let (mut first, end) = (0, start + n);
         let mut found = vec![];
@@ -57,7 +57,7 @@ impl Packed {
         }
     }
 
-    /// Products with all parts, without an adapter's, and what is `around` them.
+    /// Returns the products with all parts and the operations `around` them, without the adapter.
     pub(super) fn project_fused(&self, x: Tensor<3>, around: Fused) -> Tensor<3> {
         let parts: Vec<_> = self.parts.iter().collect();
         served(project_fused(x, &parts, self.activations, around))
@@ -96,24 +96,24 @@ impl Packed {
     }
 }
 
-/// What is not served is found out when the matrix is made: devices, types and widths.
+/// Unwraps a result. Devices, types and widths were checked when the matrix was made.
 fn served<T>(result: kv_weights::Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("packed weights: {error}"))
 }
 
-/// How large the weights are that stay packed.
+/// The size of packed weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PackedSize {
     pub(crate) bytes: usize,
     pub(crate) numbers: usize,
-    /// Matrices with an adapter.
+    /// The number of matrices with an adapter.
     pub(crate) adapters: usize,
     /// Bytes of each of [`WeightFormat::ALL`].
     pub(crate) formats: [usize; WeightFormat::ALL.len()],
 }
 
 impl PackedSize {
-    /// Adds numbers that take so many bytes in a format.
+    /// Adds numbers that take this many bytes in a format.
     pub(crate) fn add(&mut self, format: WeightFormat, bytes: usize, numbers: usize) {
         self.bytes += bytes;
         self.numbers += numbers;

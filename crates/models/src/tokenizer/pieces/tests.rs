@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-//! The ids of pieces are those of the whole, which the tokenizers crate encodes in one go.
+//! Compares the ids of pieces with the ids of the whole text, which the tokenizers crate encodes at
+//! once.
 
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus, seq::IndexedRandom};
 use serde_json::{Value as Json, json};
@@ -22,7 +23,7 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A BPE model of 3000 ids, over bytes or over characters with a mark for spaces.
+/// Returns a BPE model of 3000 ids, over bytes or over characters with a mark for spaces.
 fn model(bytes: bool) -> Json {
     let pre: Json = match bytes {
         true => json!({
@@ -83,7 +84,7 @@ fn level(regex: bool, prefix: bool) -> Json {
     })
 }
 
-/// Byte-level pre-tokenization after splits by `regexes`.
+/// Returns byte-level pre-tokenization after splits by `regexes`.
 fn with(regexes: &[&str]) -> Json {
     let split = |regex: &&str| {
         json!({
@@ -166,56 +167,58 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
     ]
 }
 
-/// Text that is hard to cut.
+/// Words, punctuation and added tokens of texts that are hard to cut.
+const PARTS: [&str; 44] = [
+    "word",
+    "The",
+    "of",
+    "the",
+    "don't",
+    "IT'S",
+    "x",
+    "é",
+    "e\u{301}",
+    "ß",
+    "naïve",
+    "12",
+    "3",
+    "2024",
+    "日本",
+    "語",
+    "。",
+    "，",
+    "中文",
+    "한국어",
+    "עברית",
+    "👍",
+    "👩‍👩‍👧‍👦",
+    "🏳️‍🌈",
+    "\u{200d}",
+    "\u{fe0f}",
+    "-",
+    "--",
+    "'",
+    "\"",
+    ")",
+    "(",
+    "...",
+    "$",
+    "<s>",
+    "</s>",
+    "<l>",
+    "<r>",
+    "<w>",
+    "a b",
+    "b a",
+    "\u{feff}",
+    "\u{ad}",
+    "\u{301}",
+];
+const SPACES: [&str; 10] =
+    [" ", " ", " ", "\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "  ", "\u{85}"];
+
+/// Returns text that is hard to cut.
 fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
-    const PARTS: [&str; 44] = [
-        "word",
-        "The",
-        "of",
-        "the",
-        "don't",
-        "IT'S",
-        "x",
-        "é",
-        "e\u{301}",
-        "ß",
-        "naïve",
-        "12",
-        "3",
-        "2024",
-        "日本",
-        "語",
-        "。",
-        "，",
-        "中文",
-        "한국어",
-        "עברית",
-        "👍",
-        "👩‍👩‍👧‍👦",
-        "🏳️‍🌈",
-        "\u{200d}",
-        "\u{fe0f}",
-        "-",
-        "--",
-        "'",
-        "\"",
-        ")",
-        "(",
-        "...",
-        "$",
-        "<s>",
-        "</s>",
-        "<l>",
-        "<r>",
-        "<w>",
-        "a b",
-        "b a",
-        "\u{feff}",
-        "\u{ad}",
-        "\u{301}",
-    ];
-    const SPACES: [&str; 10] =
-        [" ", " ", " ", "\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "  ", "\u{85}"];
     let mut text = String::new();
     let kind = rng.random_range(0..8);
     while text.len() < 6000 {
@@ -237,7 +240,7 @@ fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
     text
 }
 
-/// The ids of `text` in pieces of about `size` bytes, and how many pieces there were.
+/// Returns the ids of `text` in pieces of about `size` bytes, and the number of pieces.
 fn in_pieces(tokenizer: &Tokenizer, text: &str, size: usize) -> (Vec<u32>, usize) {
     let pieces = Pieces::new(tokenizer, text.as_bytes(), Path::new(""));
     let pieces: Vec<Piece> = Pieces { size, ..pieces }.map(Result::unwrap).collect();
