@@ -19,7 +19,7 @@ pub enum Error {
     NotFound {
         /// The missing path.
         path: PathBuf,
-        /// What would have been accepted; empty, or begins with a comma.
+        /// Accepted alternatives; empty, or begins with a comma.
         hint: String,
     },
     /// The operating system could not read `path`.
@@ -64,7 +64,8 @@ pub enum Error {
     },
     /// The file is readable, but none of its tensors belongs to the model.
     #[error(
-        "{}: foreign file: none of its {n_tensors} tensors belongs to a {family} model (expected {expected}, found {})",
+        "{}: foreign file: none of its {n_tensors} tensors belongs to a {family} model \
+         (expected {expected}, found {})",
         path.display(),
         line(found)
     )]
@@ -115,7 +116,10 @@ pub enum Error {
         expected: Vec<usize>,
     },
     /// A tensor holds NaN or an infinity.
-    #[error("{}: tensor {tensor} holds {value} at element {index}, weights must be finite", path.display())]
+    #[error(
+        "{}: tensor {tensor} holds {value} at element {index}, weights must be finite",
+        path.display()
+    )]
     NonFinite {
         /// The file.
         path: PathBuf,
@@ -184,7 +188,7 @@ pub enum Error {
         rule: String,
     },
     /// A text is not UTF-8.
-    #[error("{}: byte {offset} is not UTF-8; texts must be", path.display())]
+    #[error("{}: byte {offset} is not UTF-8; texts must be UTF-8", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
@@ -266,14 +270,14 @@ impl Error {
 fn leftover(family: &str, tensors: &[String]) -> String {
     /// The number of tensors that the message names.
     const SHOWN: usize = 5;
-    let have = if tensors.len() == 1 { "tensor has" } else { "tensors have" };
+    let are = if tensors.len() == 1 { "tensor is" } else { "tensors are" };
     let shown = line(&tensors[..tensors.len().min(SHOWN)].join(", "));
     let more = match tensors.len().saturating_sub(SHOWN) {
         0 => String::new(),
         n => format!(" and {n} more"),
     };
     let n = tensors.len();
-    format!("{n} {have} no place in the {family} model of its configuration: {shown}{more}")
+    format!("{n} {are} not part of the {family} model in its configuration: {shown}{more}")
 }
 
 /// Limits a text to one line of bounded length. Names and values come from files, and some texts

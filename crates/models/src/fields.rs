@@ -82,7 +82,7 @@ pub(crate) fn full_layers(
 ) -> Result<BTreeSet<usize>> {
     if let Some(kind) = layer_types.iter().find(|kind| !matches!(kind.as_str(), FULL | SLIDING)) {
         let why =
-            format!("{} has it in layer_types; {FULL} and {SLIDING} are computed", path.display());
+            format!("{} has it in layer_types; {FULL} and {SLIDING} are supported", path.display());
         return Err(Error::unsupported(format!("attention {kind}"), why));
     }
     if layer_types.len() != n_layers {

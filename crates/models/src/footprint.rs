@@ -322,10 +322,10 @@ fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     for (i, layer) in spec.layers.iter().enumerate() {
         bytes.add(layout(&usage.cache.layer(spec, i), layer, usage.batch)?.memory_bytes());
     }
-    let room = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
+    let capacity = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
     for rope in &spec.ropes {
         // Sine and cosine of every pair of channels.
-        let table = room.saturating_mul(size_of::<f32>() * rope.rotary_dim());
+        let table = capacity.saturating_mul(size_of::<f32>() * rope.rotary_dim());
         bytes.rope_tables += table;
         bytes.largest_buffer = bytes.largest_buffer.max(table);
     }
@@ -339,7 +339,7 @@ fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<Cac
         match batch > 1 && CacheLayout::new(config, layer.cache_shape(1)).is_ok() {
             true => {
                 let rule = format!(
-                    "caches of {} tokens are too large for one buffer of 2^32 elements a layer",
+                    "caches of {} tokens are too large for one buffer of 2^32 elements per layer",
                     config.capacity
                 );
                 Error::argument("batch", batch, rule)

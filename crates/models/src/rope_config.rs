@@ -62,7 +62,7 @@ impl RopeFields {
             "longrope" | "su" => self.longrope(path, max_positions, original),
             other => {
                 let why = format!(
-                    "{} asks for it; default, linear, llama3, longrope and yarn are computed",
+                    "{} has it; default, linear, llama3, longrope and yarn are supported",
                     path.display()
                 );
                 Err(Error::unsupported(format!("rope type {other}"), why))
@@ -224,7 +224,7 @@ pub(crate) fn note_longrope(
         && original_max_positions < max_positions
     {
         notes.push(format!(
-            "{}: longrope: a cache with room for more than {original_max_positions} tokens takes the \
+            "{}: longrope: a cache for more than {original_max_positions} tokens uses the \
              frequencies of long contexts from its first token on",
             path.display()
         ));
@@ -371,7 +371,7 @@ fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result
         (other, _) => {
             let why = format!(
                 "{} has rope.scaling.type {other}; none, linear, yarn, llama3 (by rope_freqs) and \
-                 longrope (by rope_factors) are computed",
+                 longrope (by rope_factors) are supported",
                 metadata.path().display()
             );
             Err(Error::unsupported(format!("rope type {other}"), why))

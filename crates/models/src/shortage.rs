@@ -88,8 +88,8 @@ impl fmt::Display for Shortage {
         let types = self.by_type.iter().map(|(name, n)| format!("{name} {}", bytes(*n)));
         write!(
             f,
-            "memory: needs {}, but {source} allows {}: weights {} ({}), the {cache} cache of {capacity} \
-             tokens",
+            "memory: needs {}, but {source} allows {}: weights {} ({}), the {cache} cache of \
+             {capacity} tokens",
             bytes(needed.total()),
             decimal_size(*available),
             bytes(needed.weights),

@@ -1,14 +1,12 @@
 //! Spans of the `tracing` crate for the phases, passes and operations of a model. Without a
 //! subscriber, a span costs one load and one branch.
 //!
-//! | target | what | fields |
+//! | target | span | fields |
 //! |---|---|---|
-//! | [`PHASE`] | a part of a run: `prefill`, `decode`; one within another is part of that | `n`,
-//! which of several |
+//! | [`PHASE`] | a phase of a run, `prefill` or `decode`; phases can nest | `n`, its number |
 //! | [`PASS`] | one pass through a model's layers | |
-//! | [`LAYER`] | an event: the pass goes on with a layer, until the next one or its end | `layer` |
-//! | [`OPERATION`] | a projection, a norm, attention, the head; [`REPLAY`] | `parameter`, the id of
-//! one it reads |
+//! | [`LAYER`] | an event: a layer begins, until the next one or the end of the pass | `layer` |
+//! | [`OPERATION`] | a projection, a norm, attention, the head; [`REPLAY`] | `parameter`, an id |
 //!
 //! Families emit no spans. Their modules know their parameters, whose names
 //! [`LanguageModel::operation_names`](crate::LanguageModel::operation_names) returns, and

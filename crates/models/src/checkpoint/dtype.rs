@@ -23,13 +23,13 @@ impl Weights {
                 _ => String::new(),
             };
             let what = format!("dtype {name}{of} on {:?}", self.device);
-            let why = format!("the device does not compute in {name}, but in f32");
+            let why = format!("the device does not support {name}; use f32");
             return Err(Error::unsupported(what, why));
         }
         if asked == WeightDtype::Auto && self.matrices().any(|(dtype, _)| dtype != chosen) {
             let path = self.path.display();
-            let rest = "those of other types are rounded to it";
-            self.notes.push(format!("{path}: most of its matrices are {name}; {rest}"));
+            let rest = "the others are rounded to it";
+            self.notes.push(format!("{path}: most matrices are {name}; {rest}"));
         }
         Ok(())
     }

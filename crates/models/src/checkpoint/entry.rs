@@ -81,7 +81,7 @@ impl Entry {
         match head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim) {
             true => Ok(()),
             false => {
-                Err(self.flawed(format!("its rows are not heads of {head_dim} rows in pairs")))
+                Err(self.flawed(format!("has rows that are not pairs in heads of {head_dim} rows")))
             }
         }
     }

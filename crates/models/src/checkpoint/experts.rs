@@ -211,7 +211,9 @@ impl Weights {
             return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
         }
         if entry.tensor.dtype != DType::U8 {
-            return Err(entry.flawed(format!("has type {:?}, codes are U8", entry.tensor.dtype)));
+            return Err(
+                entry.flawed(format!("has type {:?}, but codes must be U8", entry.tensor.dtype))
+            );
         }
         let bytes = entry.bytes()?.to_vec();
         self.watcher.read(bytes.len());

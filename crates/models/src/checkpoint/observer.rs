@@ -91,7 +91,7 @@ impl WeightBytes {
 #[derive(Default)]
 pub(crate) struct Watcher {
     observer: Option<Box<dyn LoadObserver>>,
-    /// Whether the observer received the sizes.
+    /// `true` once the observer received the sizes.
     began: bool,
 }
 

@@ -222,7 +222,8 @@ impl Weights {
         for (name, [tensors, bytes, numbers]) in &kept.restored {
             let [file, memory] = [*bytes, 4 * numbers].map(|n| n as f64 / 1e6);
             self.notes.push(format!(
-                "{tensors} tensors of {name} are restored to f32: {memory:.1} MB, {file:.1} in the file"
+                "{tensors} tensors of {name} are restored to f32: {memory:.1} MB, {file:.1} MB in \
+                 the file"
             ));
         }
         kept.size

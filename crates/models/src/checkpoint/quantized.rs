@@ -4,14 +4,14 @@
 //! (<https://github.com/vllm-project/compressed-tensors>). For a matrix `NAME` of `[rows, columns]`
 //! and codes of `bits`:
 //!
-//! | tensor | type | shape | |
+//! | tensor | type | shape | content |
 //! |---|---|---|---|
-//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes from 0, the first in the lowest
-//! bits |
+//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes, the first in the low bits |
 //! | `NAME_scale` | F16, BF16 or F32 | `[rows, groups]` | `scale * (code - zero)` |
-//! | `NAME_zero_point` | I32 | `[rows * bits / 32, groups]`, rounded up | zeros, packed along the
-//! rows; 8 or 128 without it |
+//! | `NAME_zero_point` | I32 | `[ceil(rows * bits / 32), groups]` | zeros, packed along the rows |
 //! | `NAME_shape` | I64 or I32 | `[2]` | rows and columns |
+//!
+//! Without `NAME_zero_point`, all zeros are 8 or 128.
 //!
 //! MXFP4 follows gpt-oss. `NAME_blocks` is U8 `[rows, columns / 32, 16]` with two codes to a byte,
 //! the first in its lower half. `NAME_scales` is U8 `[rows, columns / 32]` with exponents.
@@ -114,8 +114,8 @@ impl Weights {
         let group = sizes.into_iter().find(|group| Some(group.numbers()) == size);
         let Some(group) = group.filter(|_| scale_rows == rows) else {
             let why = format!(
-                "has shape [{scale_rows}, {groups}], which are not the scales of {rows} rows of {columns} numbers in groups \
-                 of 32, 64 or 128"
+                "has shape [{scale_rows}, {groups}], but {rows} rows of {columns} numbers need \
+                 scales for groups of 32, 64 or 128"
             );
             return Err(scales.flawed(why));
         };
@@ -151,7 +151,7 @@ impl Entry {
     fn shape(&self) -> Result<[usize; 2]> {
         let shape = self.tensor.shape.to_vec();
         <[usize; 2]>::try_from(&shape[..])
-            .map_err(|_| self.flawed(format!("has shape {shape:?}, which is no matrix")))
+            .map_err(|_| self.flawed(format!("has shape {shape:?}, which is not a matrix")))
     }
 
     fn check_shape(&self, expected: &[usize]) -> Result<()> {
@@ -159,7 +159,8 @@ impl Entry {
         match shape == expected {
             true => Ok(()),
             false => {
-                Err(self.flawed(format!("has shape {shape:?}, beside its scales {expected:?}")))
+                Err(self
+                    .flawed(format!("has shape {shape:?}, but its scales require {expected:?}")))
             }
         }
     }

@@ -11,7 +11,7 @@ struct InMemory {
     /// The name of its type.
     kind: String,
     bytes: usize,
-    /// Whether its rows stay packed.
+    /// `true` if its rows stay packed.
     packed: bool,
 }
 

@@ -45,7 +45,7 @@ pub struct Weights {
     pub(super) gguf: Option<&'static GgufNames>,
     /// The names of the imported family, set by [`begin`](Self::begin).
     pub(super) names: Option<&'static Names>,
-    /// Whether the names in the file have the family's prefix, for messages.
+    /// `true` if the names in the file have the family's prefix, for messages.
     prefixed: bool,
     pub(super) notes: Vec<String>,
     /// The precision of activations with packed weights; `None` if all weights are restored.
@@ -68,7 +68,7 @@ pub struct Weights {
 pub(crate) struct Outline {
     /// The type of its floats.
     pub(crate) stored: DType,
-    /// Whether its experts are MXFP4 blocks.
+    /// `true` if its experts are MXFP4 blocks.
     pub(crate) mxfp4: bool,
     /// Names and sizes of the model, once they are known.
     pub(super) model: Option<(&'static Names, ModelSpec)>,
@@ -148,7 +148,7 @@ impl Weights {
             }
             btree_map::Entry::Occupied(other) => {
                 let Entry { name, path, .. } = other.get();
-                let why = format!("is there twice, in {} as {name}", path.display());
+                let why = format!("occurs twice, in {} as {name}", path.display());
                 Err(Error::Tensor { path: entry.path, tensor: entry.name, why })
             }
         }

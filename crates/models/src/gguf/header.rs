@@ -47,7 +47,7 @@ pub(crate) struct Array {
     len: usize,
     /// The range of the items in the file.
     bytes: Range<usize>,
-    /// Whether the lengths of strings have 64 bits.
+    /// `true` if the lengths of strings have 64 bits.
     wide: bool,
 }
 
@@ -275,7 +275,7 @@ impl<'a> Cursor<'a> {
         let fits = (left / if self.wide { min_bytes } else { 1 }) as u64;
         if count > fits {
             return Err(self.malformed(format!(
-                "{what} {count} does not fit the {left} bytes left of the file"
+                "{what} {count} does not fit into the {left} bytes left in the file"
             )));
         }
         Ok(count as usize)
@@ -317,7 +317,7 @@ impl<'a> Cursor<'a> {
     /// Skips an array and returns its location.
     fn skip_array(&mut self, key: &str, depth: usize) -> Result<Array> {
         if depth == MAX_DEPTH {
-            return Err(self.malformed(format!("{key} nests arrays too deep")));
+            return Err(self.malformed(format!("{key} nests arrays more than {MAX_DEPTH} deep")));
         }
         let kind = self.u32(key)?;
         let item_bytes = match kind {

@@ -57,7 +57,7 @@ pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     for file in &files {
         let key = "split.tensors.count";
         if let Some(count) = file.integer(key)?.filter(|&count| count != n_tensors as u64) {
-            let rule = format!("the parts hold {n_tensors} together");
+            let rule = format!("must be {n_tensors}, the tensors of all parts");
             return Err(Error::config(&file.path, key, count, rule));
         }
     }

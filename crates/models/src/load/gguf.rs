@@ -63,7 +63,7 @@ fn read_model(
         }
     };
     let (family, names) = registry::by_architecture(arch).map_err(|known| {
-        let why = format!("{} has it; {known} are computed", first.display());
+        let why = format!("{} has it; {known} are supported", first.display());
         Error::unsupported(format!("GGUF architecture {arch}"), why)
     })?;
     let mut weights = Weights::new(path, Some(names), device);

@@ -137,7 +137,7 @@ pub(super) fn outline(
         Some(MXFP4) if family.quantizations().contains(&MXFP4) => true,
         Some(method) => {
             let why = format!(
-                "{} does not say which of its matrices are; name the folder with its weights",
+                "{} does not name the quantized matrices; name the folder with its weights",
                 config.path.display()
             );
             return Err(Error::unsupported(format!("weights quantized by {method}"), why));
@@ -199,7 +199,7 @@ impl Header {
     fn family(&self, path: &Path) -> Result<&'static dyn Family> {
         let model_type = &self.model_type;
         let family = registry::by_model_type(model_type).map_err(|known| {
-            let why = format!("{} asks for it; {known} are computed", path.display());
+            let why = format!("{} has it; {known} are supported", path.display());
             Error::unsupported(format!("model_type {model_type}"), why)
         })?;
         self.check(path, family.quantizations())?;
@@ -246,8 +246,8 @@ impl Header {
                 None => String::new(),
             };
             let why = format!(
-                "{} has one{method}; weights in f32, f16 and bf16 are read, {MXFP4}, {INTEGERS} with format \
-                 {INTEGER_FORMAT}, and blocks of GGUF files",
+                "{} has one{method}; supported are weights in f32, f16 and bf16, {MXFP4}, \
+                 {INTEGERS} with format {INTEGER_FORMAT}, and blocks of GGUF files",
                 path.display()
             );
             return Err(Error::unsupported(field, why));
@@ -376,7 +376,7 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
         weights.insert(name, tensor, None, file)?;
     }
     if format == Format::Safetensors {
-        for (name, stored) in places(file)? {
+        for (name, stored) in locations(file)? {
             weights.lies_at(&name, stored);
         }
     }
@@ -384,13 +384,13 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
 }
 
 /// Returns the locations of floats in a valid safetensors file.
-fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
+fn locations(file: &Path) -> Result<Vec<(String, Stored)>> {
     let map = map(file)?;
     let Ok((header, metadata)) = SafeTensors::read_metadata(&map) else { return Ok(vec![]) };
     /// Bytes of the header's length, which precede the header.
     const LENGTH: usize = 8;
     let data = LENGTH + header;
-    let place = |(name, info): (String, &TensorInfo)| {
+    let locate = |(name, info): (String, &TensorInfo)| {
         let dtype = match info.dtype {
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
@@ -401,5 +401,5 @@ fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
         let mapped = Mapped { map: map.clone(), range: data + start..data + end };
         Some((name, Stored { mapped, kind: NumberType::Float(dtype) }))
     };
-    Ok(metadata.tensors().into_iter().filter_map(place).collect())
+    Ok(metadata.tensors().into_iter().filter_map(locate).collect())
 }

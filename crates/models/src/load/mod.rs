@@ -51,7 +51,7 @@ pub enum Format {
     Gguf,
 }
 
-/// How [`load_with`] reads a model.
+/// Options of [`load_with`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct LoadOptions {
@@ -167,7 +167,7 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
         && tokenizer.n_ids() > vocab_size
     {
         let n_ids = tokenizer.n_ids();
-        let why = format!("{}: has {n_ids} ids, the model knows {vocab_size}", path.display());
+        let why = format!("{}: has {n_ids} ids, but the model has {vocab_size}", path.display());
         loaded.tokenizer = Err(Error::tokenizer(why));
     }
     if let Ok(tokenizer) = &loaded.tokenizer {
@@ -181,7 +181,7 @@ fn activations_note(packed: Option<Activations>, is_cpu: bool) -> Option<&'stati
     let rounded = !matches!(packed, None | Some(Activations::Exact));
     (rounded && !is_cpu).then_some(
         "activations are rounded on the CPU only: this device multiplies packed weights with \
-         activations as they are",
+         exact activations",
     )
 }
 

@@ -107,9 +107,9 @@ fn observed(load: impl FnOnce(Watcher) -> Result<()>) -> Result<ModelOutline> {
             Err(Error::unsupported("reading weights", "no more than an outline was asked for"))
         }
     }
-    let told = Rc::default();
-    let result = load(Watcher::new(Ends(Rc::clone(&told))));
-    match (told.take(), result) {
+    let found = Rc::default();
+    let result = load(Watcher::new(Ends(Rc::clone(&found))));
+    match (found.take(), result) {
         (Some(outline), _) => Ok(outline),
         (None, Err(error)) => Err(error),
         (None, Ok(())) => {

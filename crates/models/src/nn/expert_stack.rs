@@ -3,7 +3,7 @@
 use burn::tensor::{Device, Int, Tensor};
 use kv_weights::{Activations, PackedExperts, project_picked};
 
-/// The same projection of all experts of a layer, packed on a GPU. The experts are selected on the
+/// One projection of all experts of a layer, packed on a GPU. The experts are selected on the
 /// device, so that a step does not wait for the selection.
 #[derive(Clone, Debug)]
 pub struct ExpertStack {

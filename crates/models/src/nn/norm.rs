@@ -14,7 +14,7 @@ pub struct RmsNorm {
     pub gamma: Param<Tensor<1>>,
     /// The number added to the mean of squares.
     pub epsilon: f64,
-    /// Whether gains are stored less 1, as in Gemma. Values near 0 are more exact in 16 bits.
+    /// `true` if gains are stored less 1, as in Gemma. Values near 0 are more exact in 16 bits.
     #[module(skip)]
     pub plus_one: bool,
 }

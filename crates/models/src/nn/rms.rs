@@ -82,7 +82,7 @@ mod tests {
     /// Compares with f64 for widths below a vector, whole vectors and remainders, with one row and
     /// with enough for several threads.
     #[test]
-    fn norms_are_those_of_f64() {
+    fn norms_match_f64() {
         let device = Device::flex();
         for (rows, width, shift) in [(1, 1, 0.0), (3, 7, 1.0), (1, 2048, 0.0), (300, 131, 1.0)] {
             let value = |i: usize| ((i * 7919) % 2003) as f32 / 100.0 - 10.0;
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn other_types_have_no_norm_of_this_kind() {
+    fn other_types_are_left_to_burn() {
         let device = Device::flex();
         let x = Tensor::<2>::ones([2, 4], &device);
         let gains = Tensor::<1>::ones([4], &device);

@@ -54,7 +54,7 @@ pub enum RopeScaling {
         original_max_positions: usize,
         /// Multiplies sines and cosines.
         attention_factor: f64,
-        /// Whether the bounds are rounded outwards to whole numbers of channel pairs.
+        /// `true` if the bounds are rounded outwards to whole numbers of channel pairs.
         truncate: bool,
     },
     /// One divisor per frequency, as in `rope_freqs.weight` of GGUF files. In `config.json` this is
@@ -240,7 +240,7 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
 #[derive(Clone, Debug)]
 pub struct RopeRows {
     table: RopeTable,
-    place: Place,
+    selection: Selection,
     /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`. They are taken from
     /// the table on first use, once for all layers.
     rows: Arc<OnceLock<[Tensor<4>; 2]>>,
@@ -248,35 +248,35 @@ pub struct RopeRows {
 
 /// The rows of a table that a pass uses.
 #[derive(Clone, Debug)]
-enum Place {
+enum Selection {
     /// The first row and the number of rows.
     Range(usize, usize),
     /// Positions on the device, `[n]`, and the tokens per sequence.
-    Stored(Box<Tensor<1, Int>>, usize),
+    Positions(Box<Tensor<1, Int>>, usize),
     /// No rows of the table, because they were rounded to another type.
-    Picked,
+    Rounded,
 }
 
 impl RopeRows {
-    fn new(table: &RopeTable, place: Place) -> Self {
-        Self { table: table.clone(), place, rows: Arc::default() }
+    fn new(table: &RopeTable, selection: Selection) -> Self {
+        Self { table: table.clone(), selection, rows: Arc::default() }
     }
 
     /// Returns the rows of `seq` positions from `start` on.
     pub(crate) fn range(table: &RopeTable, start: usize, seq: usize) -> Self {
-        Self::new(table, Place::Range(start, seq))
+        Self::new(table, Selection::Range(start, seq))
     }
 
     /// Returns the rows of positions `[n]` of `seq` tokens, for each sequence or for all. Positions
     /// outside the table are clamped to its first or last.
     pub(crate) fn at(table: &RopeTable, positions: &Tensor<1, Int>, seq: usize) -> Self {
-        Self::new(table, Place::Stored(Box::new(positions.clone()), seq))
+        Self::new(table, Selection::Positions(Box::new(positions.clone()), seq))
     }
 
     /// Returns the table, from which a cache may apply rope to one token itself, in f32.
     pub(crate) fn table(&self) -> Option<&RopeTable> {
-        match self.place {
-            Place::Range(_, 1) | Place::Stored(_, 1) => Some(&self.table),
+        match self.selection {
+            Selection::Range(_, 1) | Selection::Positions(_, 1) => Some(&self.table),
             _ => None,
         }
     }
@@ -286,15 +286,15 @@ impl RopeRows {
         let pick = || {
             let table = self.table.table().clone();
             let half = self.table.rotary_dim() / 2;
-            let (rows, shape) = match &self.place {
-                Place::Range(start, seq) => (table.narrow(0, *start, *seq), [1, 1, *seq, half]),
-                Place::Stored(positions, seq) => {
+            let (rows, shape) = match &self.selection {
+                Selection::Range(start, seq) => (table.narrow(0, *start, *seq), [1, 1, *seq, half]),
+                Selection::Positions(positions, seq) => {
                     let last = self.table.positions() as i32 - 1;
                     let n = positions.dims()[0];
                     let rows = table.select(0, (**positions).clone().clamp(0, last));
                     (rows, [n / seq, 1, *seq, half])
                 }
-                Place::Picked => unreachable!("rows are picked before they are rounded"),
+                Selection::Rounded => unreachable!("rows are picked before they are rounded"),
             };
             [0, half].map(|first| rows.clone().narrow(1, first, half).reshape(shape))
         };
@@ -308,7 +308,7 @@ impl RopeRows {
             return self.clone();
         }
         let rows = self.cos_sin().map(|table| table.cast(dtype));
-        Self { place: Place::Picked, rows: Arc::new(rows.into()), ..self.clone() }
+        Self { selection: Selection::Rounded, rows: Arc::new(rows.into()), ..self.clone() }
     }
 
     /// Rotates channel `i` with channel `i + rotary_dim / 2` in the type of x, to which cosines and

@@ -18,7 +18,7 @@ use crate::{
 
 /// A tensor of a [`TensorFile`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place(usize);
+pub(crate) struct TensorId(usize);
 
 #[derive(Debug)]
 struct Listed {
@@ -63,9 +63,9 @@ impl<'a> TensorFile<'a> {
     }
 
     /// Adds a tensor to the header.
-    pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
+    pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> TensorId {
         self.tensors.push(Listed { name, dtype, shape, start: 0 });
-        Place(self.tensors.len() - 1)
+        TensorId(self.tensors.len() - 1)
     }
 
     /// Creates the file and writes its header.
@@ -83,7 +83,7 @@ impl<'a> TensorFile<'a> {
             let range = [*start, start + tensor.bytes()];
             let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": range});
             if header.insert(name, entry).is_some() {
-                let why = "is there twice".into();
+                let why = "occurs twice".into();
                 return Err(Error::Tensor { path: self.path.into(), tensor: name.clone(), why });
             }
         }
@@ -111,7 +111,7 @@ impl<'a> TensorFile<'a> {
     }
 
     /// Writes bytes of a tensor, beginning with byte `from`.
-    pub(crate) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, TensorId(i): TensorId, from: usize, bytes: &[u8]) -> Result<()> {
         let start = self.tensors[i].start + from as u64;
         let file = self.file.as_mut().expect("begin has made it");
         file.seek(SeekFrom::Start(start))

@@ -81,7 +81,7 @@ fn configured(
 ) -> Result<Map<String, Value>> {
     let (n_ids, vocab_size) = (tokenizer.n_ids(), model.vocab_size());
     if n_ids > vocab_size {
-        return Err(Error::tokenizer(format!("has {n_ids} ids, the model knows {vocab_size}")));
+        return Err(Error::tokenizer(format!("has {n_ids} ids, but the model has {vocab_size}")));
     }
     if let Some(cache) = options.cache {
         cache.validate(model)?;
@@ -265,7 +265,7 @@ fn rounded(values: &Values, dtype: DType, path: &Path, name: &str) -> Result<Vec
             values.into_iter().for_each(|value| value.put_le(&mut bytes));
             Ok(bytes)
         },
-        else Err(wrong(format!("is to be {dtype:?}, which is not a float type")))
+        else Err(wrong(format!("cannot be written as {dtype:?}, which is not a float type")))
     )
 }
 

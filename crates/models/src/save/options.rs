@@ -1,4 +1,4 @@
-//! Options of [`save_quantized`](super::save_quantized).
+//! Options for quantized models.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,8 +11,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How [`save_quantized`](super::save_quantized) writes a model. Matrices without a format stay
-/// floats.
+/// Options of [`save_quantized`](super::save_quantized). Matrices without a format stay floats.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct QuantizeOptions<'a> {

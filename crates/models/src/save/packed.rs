@@ -10,7 +10,7 @@ use tempfile::NamedTempFile;
 
 use super::{
     SaveOptions, configured,
-    file::{Place, TensorFile},
+    file::{TensorFile, TensorId},
     options::QuantizeOptions,
     rounded, write_folder,
 };
@@ -50,7 +50,7 @@ pub fn save_quantized(
 ) -> Result<()> {
     let folder = folder.as_ref();
     if fs::symlink_metadata(folder).is_ok() {
-        let error = io::Error::new(io::ErrorKind::AlreadyExists, "is there already");
+        let error = io::Error::new(io::ErrorKind::AlreadyExists, "exists already");
         return Err(failed(folder)(error));
     }
     let weights = folder.join("model.safetensors");
@@ -90,7 +90,7 @@ enum Planned {
 struct QuantizedExport {
     name: String,
     format: WeightFormat,
-    /// Whether these are the experts of a layer.
+    /// `true` for the experts of a layer.
     experts: bool,
     /// Matrices, and the rows of each that are written.
     matrices: Vec<(Matrix, std::ops::Range<usize>)>,
@@ -123,8 +123,7 @@ fn plan(
             return Err(wrong(why));
         }
         if experts && format != WeightFormat::Mxfp4 {
-            let why =
-                format!("is of experts, which are written in mxfp4 or in floats, not {format}");
+            let why = format!("has experts, which are written as mxfp4 or floats, not {format}");
             return Err(wrong(why));
         }
         let (matrices, order) = match values {
@@ -140,7 +139,7 @@ fn plan(
                 });
                 (all.collect(), order)
             }
-            _ => return Err(wrong("is not of matrices".into())),
+            _ => return Err(wrong("has no matrices".into())),
         };
         Ok(Planned::Quantized(QuantizedExport { name, format, experts, matrices, order, columns }))
     });
@@ -204,7 +203,7 @@ fn write_plan(
     path: &Path,
 ) -> Result<NamedTempFile> {
     let mut file = TensorFile::new(at, path);
-    let places: Vec<Vec<Place>> = plan
+    let ids: Vec<Vec<TensorId>> = plan
         .iter()
         .map(|planned| match planned {
             Planned::Floats(name, values) => {
@@ -215,17 +214,17 @@ fn write_plan(
                 };
                 vec![file.add(name.clone(), kind, values.shape())]
             }
-            Planned::Quantized(export) => export.places(&mut file, options.quantize),
+            Planned::Quantized(export) => export.add_to(&mut file, options.quantize),
         })
         .collect();
     let mut file = file.begin()?;
-    for (planned, places) in plan.iter().zip(places) {
+    for (planned, ids) in plan.iter().zip(ids) {
         match planned {
             Planned::Floats(name, values) => {
                 options.check_stop()?;
-                file.write(places[0], 0, &rounded(values, dtype, path, name)?)?;
+                file.write(ids[0], 0, &rounded(values, dtype, path, name)?)?;
             }
-            Planned::Quantized(export) => export.write(&mut file, &places, options, path)?,
+            Planned::Quantized(export) => export.write(&mut file, &ids, options, path)?,
         }
     }
     file.finish()
@@ -237,7 +236,7 @@ impl QuantizedExport {
     }
 
     /// Adds the tensors that the matrices become.
-    fn places(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<Place> {
+    fn add_to(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<TensorId> {
         let (rows, columns, name) = (self.rows(), self.columns, &self.name);
         let groups = columns / self.format.block_numbers();
         let named = |suffix: &str| format!("{name}{suffix}");
@@ -249,29 +248,29 @@ impl QuantizedExport {
                 file.add(named(SCALES), Dtype::U8, [&n[..], &[rows, groups]].concat()),
             ];
         };
-        let mut places = vec![
+        let mut ids = vec![
             file.add(named(PACKED), Dtype::I32, vec![rows, columns * bits / 32]),
             file.add(named(SCALE), Dtype::F16, vec![rows, groups]),
             file.add(named(SHAPE), Dtype::I64, vec![2]),
         ];
         if !quantize.symmetric {
             let zeros = vec![(rows * bits).div_ceil(32), groups];
-            places.push(file.add(named(ZERO_POINT), Dtype::I32, zeros));
+            ids.push(file.add(named(ZERO_POINT), Dtype::I32, zeros));
         }
-        places
+        ids
     }
 
     fn write(
         &self,
         file: &mut TensorFile<'_>,
-        places: &[Place],
+        ids: &[TensorId],
         options: QuantizeOptions<'_>,
         path: &Path,
     ) -> Result<()> {
         let wrong = |why| Error::Tensor { path: path.into(), tensor: self.name.clone(), why };
         // Zeros are packed along the rows, so each step has whole words of them.
         let at_a_time = (AT_A_TIME / self.columns).max(8) / 8 * 8;
-        let mut parts = Parts::new(self.format, self.columns, places);
+        let mut parts = Parts::new(self.format, self.columns, ids);
         for (matrix, range) in &self.matrices {
             let starts = match self.order {
                 RowOrder::Same => range.clone().step_by(at_a_time),
@@ -295,7 +294,7 @@ impl QuantizedExport {
                 parts.write(file, &blocks, n)?;
             }
         }
-        if let (Some(_), [_, _, shape, ..]) = (bits(self.format), places) {
+        if let (Some(_), [_, _, shape, ..]) = (bits(self.format), ids) {
             let numbers = [self.rows() as i64, self.columns as i64].map(i64::to_le_bytes);
             file.write(*shape, 0, &numbers.concat())?;
         }
@@ -337,14 +336,14 @@ fn in_threads(
 struct Parts<'a> {
     format: WeightFormat,
     groups: usize,
-    places: &'a [Place],
+    ids: &'a [TensorId],
     /// The number of written rows.
     rows: usize,
 }
 
 impl<'a> Parts<'a> {
-    fn new(format: WeightFormat, columns: usize, places: &'a [Place]) -> Self {
-        Self { format, groups: columns / format.block_numbers(), places, rows: 0 }
+    fn new(format: WeightFormat, columns: usize, ids: &'a [TensorId]) -> Self {
+        Self { format, groups: columns / format.block_numbers(), ids, rows: 0 }
     }
 
     fn write(&mut self, file: &mut TensorFile<'_>, blocks: &[u8], rows: usize) -> Result<()> {
@@ -356,8 +355,8 @@ impl<'a> Parts<'a> {
                 scales.push(block[0]);
                 codes.extend(mxfp4::pairs(&block[1..]));
             }
-            file.write(self.places[0], first * BLOCK / 2, &codes)?;
-            file.write(self.places[1], first, &scales)?;
+            file.write(self.ids[0], first * BLOCK / 2, &codes)?;
+            file.write(self.ids[1], first, &scales)?;
             self.rows += rows;
             return Ok(());
         };
@@ -377,10 +376,10 @@ impl<'a> Parts<'a> {
             }
         }
         let group_codes = (self.format.block_bytes() - 4) * first;
-        file.write(self.places[0], group_codes, &codes)?;
-        file.write(self.places[1], 2 * first, &scales)?;
-        if let Some(place) = self.places.get(3) {
-            file.write(*place, self.rows * bits / 32 * self.groups * 4, &zeros)?;
+        file.write(self.ids[0], group_codes, &codes)?;
+        file.write(self.ids[1], 2 * first, &scales)?;
+        if let Some(id) = self.ids.get(3) {
+            file.write(*id, self.rows * bits / 32 * self.groups * 4, &zeros)?;
         }
         self.rows += rows;
         Ok(())

@@ -11,8 +11,8 @@ const CONTEXT: usize = 256;
 #[derive(Clone, Debug)]
 pub(super) struct Cuts {
     pub(super) words: Words,
-    /// Whether the normalizer puts the mark for a space before every text. The part after a cut is
-    /// then encoded without its leading space, which would be marked twice.
+    /// `true` if the normalizer puts the mark for a space before every text. The part after a cut
+    /// is then encoded without its leading space, which would be marked twice.
     pub(super) prepends: bool,
     /// Added tokens in which a space follows another character.
     pub(super) spanning: Vec<String>,

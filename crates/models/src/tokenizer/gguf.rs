@@ -21,14 +21,27 @@ use crate::{
 };
 
 /// The regular expression of GPT-2.
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str =
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// Single digits, contractions in any case, and line breaks with the text before them.
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// The same, with digits in groups of up to three.
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const QWEN2: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+/// [`QWEN2`] with digits in groups of up to three.
+pub(super) const LLAMA3: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 /// Words by case with contractions, and digits in groups of up to three.
-const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const GPT4O: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 /// Values of `tokenizer.ggml.token_type` for control tokens and for tokens added by a user.
 const CONTROL: i64 = 3;
@@ -38,9 +51,9 @@ const USER_DEFINED: i64 = 4;
 struct Pre {
     /// Regular expressions that split the text one after another.
     splits: &'static [&'static str],
-    /// Whether a piece that is a token is never divided by merges.
+    /// `true` if a piece that is a token is never divided by merges.
     ignore_merges: bool,
-    /// Whether texts begin with the begin-of-text token unless the file says otherwise.
+    /// `true` if texts begin with the begin-of-text token unless the file says otherwise.
     adds_bos: bool,
 }
 
@@ -98,9 +111,8 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
     let adds_bos = adds_bos.unwrap_or(begins && bos.is_some());
     if adds_bos {
         let Some(bos) = bos else {
-            return Err(
-                vocabulary.wrong("tokenizer.ggml.bos_token_id", "an id to begin texts with")
-            );
+            return Err(vocabulary
+                .wrong("tokenizer.ggml.bos_token_id", "the id of the begin-of-text token"));
         };
         begin_with(&mut inner, bos, path)?;
     }
@@ -128,7 +140,8 @@ fn model(
             if !vocabulary.metadata.contains_key("tokenizer.ggml.pre") {
                 notes.push(format!(
                     "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, \
-                     which costs quality if the model was trained on another; convert it again",
+                     which costs quality if the model was trained with another pre-tokenizer; \
+                     convert the model again",
                     path.display()
                 ));
             }
@@ -143,8 +156,8 @@ fn model(
         }
         model => {
             let why = format!(
-                "{} has tokenizer.ggml.model {model}; gpt2, byte-level BPE, and llama, SentencePiece \
-                 with scores, are read from GGUF files",
+                "{} has tokenizer.ggml.model {model}; gpt2 (byte-level BPE) and llama \
+                 (SentencePiece with scores) are supported",
                 path.display()
             );
             Err(Error::unsupported(format!("GGUF tokenizer {model}"), why))
@@ -167,7 +180,7 @@ fn byte_level(
     let Some(pre) = pre_tokenizer(name) else {
         let why = format!(
             "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe and gpt-4o \
-             are known",
+             are supported",
             path.display()
         );
         return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));
@@ -180,7 +193,7 @@ fn byte_level(
             Ok((left.to_string(), right.to_string()))
         }
         Some(_) => Err(Error::tokenizer(format!(
-            "{}: tokenizer.ggml.merges holds {merge:?}, which make no token",
+            "{}: tokenizer.ggml.merges holds {merge:?}, which do not form a token",
             path.display()
         ))),
         None => Err(Error::tokenizer(format!(
@@ -276,7 +289,7 @@ impl<'a> Vocabulary<'a> {
         match self.array(key) {
             // An array of the wrong length is not read.
             Some(array) if array.len() != n_tokens => {
-                let what = format!("as long as the {n_tokens} tokens but {}", array.len());
+                let what = format!("one type for each of {n_tokens} tokens but {}", array.len());
                 Err(self.wrong(key, &what))
             }
             array => array

@@ -143,7 +143,7 @@ impl Tokenizer {
 
     /// Returns a decoder for one id at a time, see [`TextStream`].
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: vec![], n_told: 0 }
+        TextStream { tokenizer: self, ids: vec![], n_returned: 0 }
     }
 
     /// Returns the id of the begin-of-text token, if the files name one.
@@ -238,7 +238,7 @@ pub struct TextStream<'a> {
     /// The id that last completed a text, if any, then the ids that are held back.
     ids: Vec<u32>,
     /// Bytes of the text of `ids` that were returned already.
-    n_told: usize,
+    n_returned: usize,
 }
 
 impl TextStream<'_> {
@@ -249,13 +249,13 @@ impl TextStream<'_> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids)?;
-        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_told) {
+        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_returned) {
             return Ok(String::new());
         }
-        let new = text[self.n_told.min(text.len())..].to_string();
+        let new = text[self.n_returned.min(text.len())..].to_string();
         // The last id stays as context: some decoders treat the first token of a text differently.
         self.ids = vec![id];
-        self.n_told = self.tokenizer.decode(&self.ids)?.len();
+        self.n_returned = self.tokenizer.decode(&self.ids)?.len();
         Ok(new)
     }
 
@@ -265,6 +265,6 @@ impl TextStream<'_> {
     /// Fails as [`Tokenizer::decode`] does.
     pub fn finish(self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
-        Ok(text.get(self.n_told..).unwrap_or_default().to_string())
+        Ok(text.get(self.n_returned..).unwrap_or_default().to_string())
     }
 }

@@ -24,7 +24,7 @@ const ATTEMPTS: usize = 64;
 
 /// The kinds of places at which a text may be cut, best first.
 #[derive(Clone, Copy)]
-enum Place {
+enum CutKind {
     /// After a word and the punctuation that follows it, before a space and another word.
     Space,
     /// For texts without spaces: between a letter or digit and other white space, and between a
@@ -32,7 +32,7 @@ enum Place {
     Other,
 }
 
-impl Place {
+impl CutKind {
     fn is_here(self, before: char, at: char, after: Option<char>) -> bool {
         match self {
             Self::Space => {
@@ -58,18 +58,18 @@ impl Tokenizer {
         let Cuts { words, context, .. } = self.cuts;
         let last = text.len().checked_sub(context)?;
         let places = match words {
-            Words::Split => &[Place::Space, Place::Other][..],
-            Words::Vocabulary => &[Place::Space],
+            Words::Split => &[CutKind::Space, CutKind::Other][..],
+            Words::Vocabulary => &[CutKind::Space],
             Words::Joined => &[],
         };
-        places.iter().find_map(|place| {
+        places.iter().find_map(|kind| {
             let (mut after, mut at) = (None, (text.len(), None));
             let mut attempts = ATTEMPTS;
             for (i, before) in text.char_indices().rev() {
                 let (position, here) = at;
                 if let Some(here) = here
                     && position <= last
-                    && place.is_here(before, here, after)
+                    && kind.is_here(before, here, after)
                 {
                     if self.parts_at(text, position) {
                         return Some(position);
@@ -182,7 +182,7 @@ impl Tokenizer {
 pub struct Piece {
     /// The text of the part.
     pub text: String,
-    /// Whether other text precedes it.
+    /// `true` if other text precedes it.
     pub continues: bool,
 }
 
@@ -194,7 +194,7 @@ pub struct Pieces<'a, R> {
     path: PathBuf,
     /// The approximate bytes of a piece.
     size: usize,
-    /// Whether to skip a byte order mark at the start.
+    /// `true` to skip a byte order mark at the start.
     skip_mark: bool,
     /// Text that was read and not yet returned.
     text: String,

@@ -130,7 +130,7 @@ impl Settings {
         }
         if !ignored.is_empty() {
             let (path, what) = (path.display(), ignored.join(" and "));
-            self.notes.push(format!("{path} asks for {what}: ignored, texts are encoded whole"));
+            self.notes.push(format!("{path}: ignores {what}, because texts are encoded whole"));
         }
         Ok(())
     }

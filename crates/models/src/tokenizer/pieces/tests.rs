@@ -13,15 +13,13 @@ use tokenizers::{
 };
 
 use super::*;
-use crate::tokenizer::special::Settings;
+use crate::tokenizer::{
+    gguf::{GPT2, GPT4O, LLAMA3, QWEN2},
+    special::Settings,
+};
 
 const LICENSES: &str = include_str!("../../../tests/fixtures/licenses.txt");
 const MIXED: &str = include_str!("../../../tests/fixtures/mixed.txt");
-
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Returns a BPE model of 3000 ids, over bytes or over characters with a mark for spaces.
 fn model(bytes: bool) -> Json {
@@ -152,7 +150,7 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
         ("llama3", make(&bytes, &nothing, &with(&[LLAMA3]), &plain), true),
         ("llama3, strange tokens", make(&bytes, &nothing, &with(&[LLAMA3]), &strange), true),
         ("qwen2", make(&bytes, &nfc, &with(&[QWEN2]), &plain), true),
-        ("o200k", make(&bytes, &nothing, &with(&[O200K]), &strange), true),
+        ("o200k", make(&bytes, &nothing, &with(&[GPT4O]), &strange), true),
         ("gguf default", make(&bytes, &nothing, &with(&gguf_default), &plain), true),
         ("one word", make(&bytes, &nothing, &level(false, false), &plain), false),
         ("lines", make(&bytes, &nothing, &with(&[r"\n+"]), &plain), false),
