@@ -44,7 +44,6 @@ pub(crate) struct Export {
 #[derive(Debug)]
 pub(crate) enum Values {
     Vector(Tensor<1>),
-    /// Several vectors of one length.
     Vectors(Tensor<2>),
     /// Rows of a matrix, which may be quantized.
     Rows(Matrix, Range<usize>),
@@ -80,7 +79,6 @@ impl RowOrder {
 }
 
 impl Values {
-    /// Returns the shape as floats.
     pub(crate) fn shape(&self) -> Vec<usize> {
         match self {
             Self::Vector(vector) => vector.dims().to_vec(),
@@ -98,7 +96,6 @@ impl Values {
         }
     }
 
-    /// Returns the numbers as floats.
     pub(crate) fn data(&self) -> Result<TensorData, String> {
         let data = match self {
             Self::Vector(vector) => vector.try_to_data(),

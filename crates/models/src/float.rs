@@ -11,10 +11,8 @@ use crate::error::Error;
 pub(crate) trait Float: Element {
     const NAME: &str;
     const DTYPE: DType;
-    /// The largest finite value.
     const MAX: f32;
 
-    /// Reads a value from its little-endian bytes.
     fn from_le(bytes: &[u8]) -> Self;
     fn round(value: f32) -> Self;
     fn widen(self) -> f32;

@@ -1,7 +1,6 @@
 //! MXFP4: blocks of 32 numbers of 4 bits (E2M1) that share a power of two, as defined in the Open
 //! Compute Project's "Microscaling Formats".
 
-/// Numbers per block.
 pub(crate) const BLOCK: usize = 32;
 /// Bytes of a block in a GGUF file: the scale, then codes. The lower halves of the bytes have the
 /// first half of the numbers.

@@ -135,7 +135,6 @@ fn yarn_gain(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
 
-/// Checks the numbers of a scaling of `rotary_dim` channels.
 pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Result<()> {
     match scaling {
         RopeScaling::Default => Ok(()),
@@ -290,7 +289,6 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     }
 }
 
-/// Writes a whole number without a fraction.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }

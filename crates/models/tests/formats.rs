@@ -170,7 +170,6 @@ fn shards_load_by_the_folder_or_any_of_them() {
     }
 }
 
-/// Returns the root mean square of the difference.
 fn rms(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
     (a.clone() - b.clone()).powi_scalar(2).mean().into_scalar::<f32>().sqrt()
 }

@@ -46,7 +46,6 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, MOST.load(Relaxed) - before)
 }
 
-/// Bytes of the large arrays.
 const LARGE: usize = 96 << 20;
 
 /// Writes `gguf` with one more value, an array of type `kind` that fills 96 MiB with copies of

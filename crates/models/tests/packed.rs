@@ -35,7 +35,6 @@ fn logits(model: &LanguageModel, folder: &Path, cache: &str) -> Tensor<3> {
     model.forward(expected(folder, &device()).ids, config).unwrap()
 }
 
-/// Returns the largest difference divided by the largest logit.
 fn difference(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
     max_difference(a.clone(), b.clone()) / b.clone().abs().max().into_scalar::<f32>()
 }

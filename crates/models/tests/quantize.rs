@@ -23,13 +23,14 @@ const INT4: WeightFormat = WeightFormat::Int4(GroupSize::G32);
 const INT8: WeightFormat = WeightFormat::Int8(GroupSize::G32);
 const MXFP4: WeightFormat = WeightFormat::Mxfp4;
 
-/// Returns a tokenizer with two words, the second of which ends a text.
+/// Returns a tokenizer with two words; the second ends a text.
 fn tokenizer() -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
     let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
     });
     fs::write(&path, tokenizer.to_string()).unwrap();
@@ -230,7 +231,7 @@ fn damaged_weights_are_named() {
     let cases: Vec<(Change<'_>, Vec<&str>)> = vec![
         (rename("_scale", "_scales"), vec!["up_proj.weight_scale is missing"]),
         (rename("_packed", "_codes"), vec!["up_proj.weight"]),
-        (rename("_zero_point", "_g_idx"), vec!["up_proj.weight_g_idx", "no place"]),
+        (rename("_zero_point", "_g_idx"), vec!["up_proj.weight_g_idx", "not part of the Llama model"]),
         (
             Box::new(|header, _| {
                 let shape = header[key("_packed")]["shape"].clone();

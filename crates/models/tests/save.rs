@@ -28,7 +28,7 @@ use kv_models::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 
-/// Returns a tokenizer with three words, the last of which ends a text.
+/// Returns a tokenizer with three words; the last ends a text.
 fn words() -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
@@ -56,13 +56,11 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     tensors.into_iter().map(|(name, shape, values)| (name, (shape, values))).collect()
 }
 
-/// Returns the names of the files of a folder.
 fn files(folder: &Path) -> BTreeSet<String> {
     let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
     fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect()
 }
 
-/// Returns names and contents of the files of a folder.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files(folder).into_iter().map(|n| (n.clone(), fs::read(folder.join(n)).unwrap())).collect()
 }

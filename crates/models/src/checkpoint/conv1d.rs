@@ -12,9 +12,8 @@ use crate::{
 };
 
 impl Weights {
-    /// Takes the projection `name` with its bias. Hugging Face files store it as `[d_input,
-    /// d_output]` ("Conv1D") unless it is quantized; GGUF files store it like every other
-    /// projection.
+    /// Takes the projection `name` with its bias. Unless it is quantized, Hugging Face files store
+    /// it as `[d_input, d_output]` ("Conv1D"). GGUF files store it like every other projection.
     ///
     /// # Errors
     /// Fails as [`linear`](Self::linear) does.
@@ -66,7 +65,6 @@ impl Weights {
         Matrix::packed(parts, activations).map(Some)
     }
 
-    /// Takes a matrix that is stored as `[columns, rows]`.
     fn transposed<T: Float>(
         &mut self,
         name: &str,

@@ -13,18 +13,21 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) tensor: PackTensor,
-    /// The name in the file, for messages.
     pub(super) name: String,
     pub(super) path: PathBuf,
     /// The bytes of the tensor in a mapped file.
     pub(super) stored: Option<Stored>,
-    /// The blocks that the tensor is restored from.
     pub(super) blocks: Option<Blocks>,
     /// Rows per head, if rows of the two halves of a head alternate.
     pub(super) interleaved: Option<usize>,
 }
 
 impl Entry {
+    pub(super) fn new(tensor: PackTensor, path: PathBuf, blocks: Option<Blocks>) -> Self {
+        let name = tensor.name.clone();
+        Self { tensor, name, path, stored: None, blocks, interleaved: None }
+    }
+
     /// Returns the number of bytes in the file.
     pub(super) fn in_file(&self) -> usize {
         match (&self.stored, &self.blocks) {
@@ -65,11 +68,7 @@ impl Entry {
     }
 
     pub(super) fn bytes(&self) -> Result<Bytes> {
-        self.tensor.to_bytes().map_err(|error| Error::Tensor {
-            path: self.path.clone(),
-            tensor: self.name.clone(),
-            why: error.to_string(),
-        })
+        self.tensor.to_bytes().map_err(|error| self.flawed(error.to_string()))
     }
 
     pub(super) fn flawed(&self, why: String) -> Error {
@@ -90,7 +89,6 @@ impl Entry {
 /// The blocks of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
-    /// The name of their type.
     pub(crate) name: String,
     /// The format of packed weights; `None` if no kernel reads the type.
     pub(crate) format: Option<WeightFormat>,
@@ -102,7 +100,6 @@ pub(crate) struct Blocks {
 pub(crate) enum BlockSource {
     /// A range of a GGUF file.
     Mapped(Mapped),
-    /// Several tensors, joined when they are taken.
     Joined(Arc<dyn Join>),
 }
 
@@ -115,7 +112,6 @@ impl Blocks {
         }
     }
 
-    /// Returns the number of bytes.
     pub(super) fn len(&self) -> usize {
         match &self.source {
             BlockSource::Mapped(mapped) => mapped.range.len(),
@@ -126,10 +122,8 @@ impl Blocks {
 
 /// Tensors that are joined to form blocks.
 pub(crate) trait Join: Debug + Send + Sync {
-    /// Returns the number of bytes of the blocks.
     fn n_bytes(&self) -> usize;
 
-    /// Reads the tensors and returns the blocks.
     fn blocks(&self) -> Result<Vec<u8>>;
 }
 

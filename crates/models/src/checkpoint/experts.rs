@@ -13,7 +13,6 @@ use crate::{
     nn::{ExpertStack, Linear, Matrix},
 };
 
-/// A projection of one expert.
 pub(crate) struct ExpertRows {
     numbers: Numbers,
     bias: Vec<f32>,
@@ -25,7 +24,6 @@ enum Numbers {
     Packed(Vec<Part>),
 }
 
-/// Rows of blocks of one format.
 struct Part {
     format: WeightFormat,
     rows: usize,
@@ -89,7 +87,6 @@ impl Mxfp4 {
 }
 
 impl Weights {
-    /// Returns whether the tensors come from a GGUF file.
     pub(crate) fn is_gguf(&self) -> bool {
         self.gguf.is_some()
     }
@@ -194,7 +191,6 @@ impl Weights {
         Ok(Some(experts))
     }
 
-    /// Takes the blocks of a Hugging Face checkpoint.
     fn mxfp4(&mut self, name: &str, [n, rows, columns]: [usize; 3]) -> Result<Mxfp4> {
         let per_row = columns / BLOCK;
         let codes = self.bytes(&format!("{name}_blocks"), &[n, rows, per_row, BLOCK / 2])?;
@@ -202,18 +198,11 @@ impl Weights {
         Ok(Mxfp4 { codes, scales })
     }
 
-    /// Takes a tensor of bytes.
     fn bytes(&mut self, name: &str, expected: &[usize]) -> Result<Vec<u8>> {
-        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
-        let actual = entry.tensor.shape.to_vec();
-        if actual != expected {
-            let (path, tensor) = (entry.path.clone(), entry.name.clone());
-            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
-        }
-        if entry.tensor.dtype != DType::U8 {
-            return Err(
-                entry.flawed(format!("has type {:?}, but codes must be U8", entry.tensor.dtype))
-            );
+        let entry = self.take(name, expected)?;
+        let dtype = entry.tensor.dtype;
+        if dtype != DType::U8 {
+            return Err(entry.flawed(format!("has type {dtype:?}, but codes must be U8")));
         }
         let bytes = entry.bytes()?.to_vec();
         self.watcher.read(bytes.len());

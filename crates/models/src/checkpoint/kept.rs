@@ -14,7 +14,6 @@ pub(super) struct Kept {
     /// Number, bytes and elements of matrices that were restored although packed weights were
     /// requested, by type.
     pub(super) restored: BTreeMap<String, [usize; 3]>,
-    /// Ranges of files that were copied.
     pub(super) copied: Vec<Mapped>,
 }
 

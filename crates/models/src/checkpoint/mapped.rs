@@ -10,7 +10,6 @@ use crate::{
     gguf::NumberType,
 };
 
-/// A range of a memory-mapped file.
 #[derive(Clone, Debug)]
 pub(crate) struct Mapped {
     pub(crate) map: Arc<Mmap>,

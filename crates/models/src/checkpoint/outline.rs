@@ -25,7 +25,6 @@ impl Weights {
         self.outline = Some(outline);
     }
 
-    /// Returns whether tensors are only listed.
     pub(super) fn is_outline(&self) -> bool {
         self.outline.is_some()
     }
@@ -45,7 +44,6 @@ impl Weights {
         self.watcher.begin(&Planned::new(&spec, &weights, self.cache.as_ref()))
     }
 
-    /// Lists a tensor.
     fn list(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<()> {
         /// The most bytes of a tensor. It keeps the sum over all tensors from overflowing.
         const MOST: u64 = 1 << 40;
@@ -58,19 +56,9 @@ impl Weights {
         let absent = || Err(PackError::ValidationError("only its shape is known".into()));
         let shape = Shape::from(shape.to_vec());
         let tensor = bridge::deferred(name.into(), dtype, shape, None, absent);
-        let (name, path) = (name.to_string(), self.path.clone());
-        let entry = Entry {
-            name: name.clone(),
-            tensor,
-            path,
-            stored: None,
-            blocks: None,
-            interleaved: None,
-        };
-        self.add(name, entry)
+        self.add(name.into(), Entry::new(tensor, self.path.clone(), None))
     }
 
-    /// Lists a tensor of floats.
     pub(super) fn list_floats(&mut self, name: &str, shape: &[usize]) -> Result<()> {
         let stored = self.outline.as_ref().map_or(DType::F32, |outline| outline.stored);
         self.list(name, shape, stored)

@@ -14,7 +14,6 @@ use crate::{
 };
 
 impl Entry {
-    /// Returns the packed bytes.
     fn packed_bytes(&self) -> Result<Source> {
         if let Some(mapped) = self.packed_at() {
             return Ok(Source::Mapped(mapped.clone()));

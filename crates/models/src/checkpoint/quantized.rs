@@ -45,7 +45,6 @@ pub(crate) const ZERO_POINT: &str = "_zero_point";
 pub(crate) const SHAPE: &str = "_shape";
 pub(crate) const BLOCKS: &str = "_blocks";
 pub(crate) const SCALES: &str = "_scales";
-/// The suffix of a matrix.
 const WEIGHT: &str = ".weight";
 
 /// The tensors of a quantized matrix.
@@ -96,17 +95,13 @@ impl Weights {
             // Codes usually have 4 bits.
             None => [rows, 8 * words],
         };
-        let bits = match (32 * words)
-            .checked_div(columns)
-            .filter(|_| (32 * words) % columns.max(1) == 0)
-        {
-            Some(bits @ (4 | 8)) => bits,
-            _ => {
-                let why = format!(
-                    "has rows of {words} words, which are not {columns} codes of 4 or of 8 bits"
-                );
-                return Err(codes.flawed(why));
-            }
+        let Some(bits) =
+            [4, 8].into_iter().find(|bits| columns > 0 && bits * columns == 32 * words)
+        else {
+            let why = format!(
+                "has rows of {words} words, which are not {columns} codes of 4 or of 8 bits"
+            );
+            return Err(codes.flawed(why));
         };
         let [scale_rows, groups] = scales.shape()?;
         let size = columns.checked_div(groups).filter(|_| columns % groups.max(1) == 0);
@@ -147,7 +142,6 @@ fn matrix_of<'a>(name: &'a str, suffix: &str) -> Option<&'a str> {
 }
 
 impl Entry {
-    /// Returns the shape of a matrix.
     fn shape(&self) -> Result<[usize; 2]> {
         let shape = self.tensor.shape.to_vec();
         <[usize; 2]>::try_from(&shape[..])
@@ -209,8 +203,8 @@ impl Quantized {
                 quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
             Ok(TensorData::new(layout.format().restore(&blocks), [rows, columns]))
         };
-        let tensor = bridge::deferred(name.clone(), DType::F32, shape, None, restore);
-        Entry { tensor, name, path, stored: None, blocks: Some(blocks), interleaved: None }
+        let tensor = bridge::deferred(name, DType::F32, shape, None, restore);
+        Entry::new(tensor, path, Some(blocks))
     }
 
     fn integer_blocks(&self, format: WeightFormat) -> Result<Vec<u8>> {

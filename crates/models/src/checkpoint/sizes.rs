@@ -6,12 +6,9 @@ use kv_weights::{PackedLayout, WeightFormat};
 use super::{entry::Entry, observer::WeightBytes, weights::Weights};
 use crate::{dtype::WeightDtype, exports::Names};
 
-/// The size of a tensor in memory.
 struct InMemory {
-    /// The name of its type.
     kind: String,
     bytes: usize,
-    /// `true` if its rows stay packed.
     packed: bool,
 }
 

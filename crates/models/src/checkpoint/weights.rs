@@ -39,7 +39,6 @@ pub struct Weights {
     pub(super) path: PathBuf,
     pub(super) tensors: BTreeMap<String, Entry>,
     pub(super) device: Device,
-    /// The type of tensors on the device.
     pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
     pub(super) gguf: Option<&'static GgufNames>,
@@ -55,9 +54,7 @@ pub struct Weights {
     pub(crate) planned: Option<WeightFormat>,
     /// The most bytes of a buffer of packed weights, if less than the device allows.
     pub(crate) largest_buffer: Option<u64>,
-    /// The observer of the load.
     pub(crate) watcher: Watcher,
-    /// The cache that the model was trained with.
     pub(crate) cache: Option<ModelCacheConfig>,
     /// The description of a checkpoint that does not exist.
     pub(super) outline: Option<Outline>,
@@ -66,7 +63,6 @@ pub struct Weights {
 /// A description of a checkpoint that does not exist.
 #[derive(Clone, Debug)]
 pub(crate) struct Outline {
-    /// The type of its floats.
     pub(crate) stored: DType,
     /// `true` if its experts are MXFP4 blocks.
     pub(crate) mxfp4: bool,
@@ -125,12 +121,7 @@ impl Weights {
         blocks: Option<Blocks>,
         file: &Path,
     ) -> Result<()> {
-        let (name_in_file, path) = (tensor.name.clone(), file.into());
-        let stored = None;
-        self.add(
-            name,
-            Entry { name: name_in_file, tensor, path, stored, blocks, interleaved: None },
-        )
+        self.add(name, Entry::new(tensor, file.into(), blocks))
     }
 
     /// Sets the location of the tensor `name` in a mapped file.
@@ -298,7 +289,6 @@ impl Weights {
         Ok(self.param(data).into())
     }
 
-    /// Takes vectors and joins them.
     pub(super) fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
         if self.is_outline() {
             return self.list_joined(parts, &[]);
@@ -340,6 +330,17 @@ impl Weights {
         Ok(values)
     }
 
+    /// Removes a tensor from the list, and checks its shape.
+    pub(super) fn take(&mut self, name: &str, expected: &[usize]) -> Result<Entry> {
+        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
+        let actual = entry.tensor.shape.to_vec();
+        if actual != expected {
+            let Entry { name: tensor, path, .. } = entry;
+            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
+        }
+        Ok(entry)
+    }
+
     /// Takes one tensor and appends its values to `values`.
     pub(super) fn read<T: Float>(
         &mut self,
@@ -352,12 +353,7 @@ impl Weights {
             values.resize(values.len() + expected.iter().product::<usize>(), T::round(0.0));
             return Ok(());
         }
-        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
-        let actual = entry.tensor.shape.to_vec();
-        if actual != expected {
-            let Entry { name: tensor, path, .. } = entry;
-            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
-        }
+        let entry = self.take(name, expected)?;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
         let appended = match &entry.stored {

@@ -11,7 +11,6 @@ pub(crate) struct Part {
     /// The common prefix of the names of all parts; `extension` is their suffix.
     pub(crate) stem: String,
     pub(crate) extension: String,
-    /// The number of digits of each number.
     width: usize,
     /// The number of this part, from 1.
     pub(crate) index: usize,

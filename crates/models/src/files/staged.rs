@@ -9,7 +9,6 @@ use std::{
 
 use tempfile::{Builder, NamedTempFile};
 
-/// The prefix of files that are not complete.
 const UNFINISHED: &str = ".unfinished-";
 
 /// Creates a file that becomes `path` by [`NamedTempFile::persist`] and is removed if it is dropped

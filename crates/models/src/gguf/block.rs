@@ -42,7 +42,6 @@ impl NumberType {
         })
     }
 
-    /// Returns the numbers per block.
     pub(super) fn block_numbers(self) -> usize {
         match self {
             Self::Float(_) => 1,
@@ -50,7 +49,6 @@ impl NumberType {
         }
     }
 
-    /// Returns the bytes per block.
     pub(super) fn block_bytes(self) -> usize {
         match self {
             Self::Float(dtype) => dtype.size(),
@@ -78,7 +76,6 @@ impl BlockType {
         }
     }
 
-    /// Returns the numbers per block.
     pub(crate) fn numbers(self) -> usize {
         match self {
             Self::Packed(format) => format.block_numbers(),
@@ -86,7 +83,6 @@ impl BlockType {
         }
     }
 
-    /// Returns the bytes per block.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Packed(format) => format.block_bytes(),

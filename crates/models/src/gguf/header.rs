@@ -45,7 +45,6 @@ pub(crate) struct Array {
     /// GGUF's number of the items' type.
     kind: u32,
     len: usize,
-    /// The range of the items in the file.
     bytes: Range<usize>,
     /// `true` if the lengths of strings have 64 bits.
     wide: bool,
@@ -84,7 +83,6 @@ impl Array {
         file[self.bytes.clone()].as_chunks().0.iter().map(|bytes| number(*bytes)).collect()
     }
 
-    /// Returns the items of an array of strings.
     pub(crate) fn strings(&self, file: &[u8]) -> Option<Strings> {
         // An empty array may have any type.
         if self.kind != STRING && self.len > 0 {
@@ -128,7 +126,6 @@ impl Strings {
         self.ends.push(self.text.len());
     }
 
-    /// Returns the strings in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &str> {
         let starts = iter::once(0).chain(self.ends.iter().copied());
         starts.zip(&self.ends).map(|(start, &end)| &self.text[start..end])
@@ -145,7 +142,6 @@ pub(crate) struct TensorInfo {
     pub(crate) bytes: Range<usize>,
 }
 
-/// Metadata and tensor directory.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) metadata: HashMap<String, Value>,
@@ -285,7 +281,6 @@ impl<'a> Cursor<'a> {
         self.text(what).map(|bytes| lossy(bytes).into_owned())
     }
 
-    /// Reads the bytes of a string.
     fn text(&mut self, what: &str) -> Result<&'a [u8]> {
         let n = self.count(what, 1)?;
         self.take(n, what)

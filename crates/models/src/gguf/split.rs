@@ -15,7 +15,6 @@ use crate::{
     files::Part,
 };
 
-/// A mapped file and its header.
 #[derive(Debug)]
 pub(crate) struct GgufFile {
     pub(crate) path: PathBuf,

@@ -76,10 +76,7 @@ fn read_model(
             weights.lies_at(&name, Stored { mapped, kind: info.kind });
         }
     }
-    weights.set_dtype(options.dtype)?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+    options.apply(&mut weights)?;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let model = model.with_packed(weights.kept());
     Ok((model, std::mem::take(weights.notes())))

@@ -28,7 +28,6 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// Reads a folder.
 pub(super) fn load(
     folder: &Path,
     device: &Device,
@@ -90,10 +89,7 @@ fn build(
     weights.watcher = watcher;
     weights.cache.clone_from(&cache);
     weights.join_quantized()?;
-    weights.set_dtype(options.dtype)?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+    options.apply(&mut weights)?;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
     let model = model.with_packed(weights.kept());
@@ -151,13 +147,11 @@ pub(super) fn outline(
     weights.watcher = watcher;
     weights.cache = cache;
     weights.outline(Outline::new(stored, mxfp4));
-    weights.set_dtype(match options.dtype {
+    let dtype = match options.dtype {
         WeightDtype::Auto => WeightDtype::of(stored).unwrap_or(WeightDtype::F32),
-        asked => asked,
-    })?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+        requested => requested,
+    };
+    options.with_dtype(dtype).apply(&mut weights)?;
     family.import(config, &mut weights).map(drop)
 }
 
@@ -195,7 +189,6 @@ struct Header {
 }
 
 impl Header {
-    /// Returns the family of the model.
     fn family(&self, path: &Path) -> Result<&'static dyn Family> {
         let model_type = &self.model_type;
         let family = registry::by_model_type(model_type).map_err(|known| {

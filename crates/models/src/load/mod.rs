@@ -14,7 +14,7 @@ pub use self::outline::{ModelOutline, outline, outline_config};
 pub use crate::checkpoint::{LoadObserver, Planned, WeightBytes};
 use crate::{
     cache_config::ModelCacheConfig,
-    checkpoint::Watcher,
+    checkpoint::{Watcher, Weights},
     dtype::WeightDtype,
     error::{Error, Result},
     model::LanguageModel,
@@ -101,6 +101,14 @@ impl LoadOptions {
     #[must_use]
     pub fn with_planned(self, planned: Option<WeightFormat>) -> Self {
         Self { planned, ..self }
+    }
+
+    fn apply(self, weights: &mut Weights) -> Result<()> {
+        weights.set_dtype(self.dtype)?;
+        weights.set_packed(self.packed)?;
+        weights.largest_buffer = self.largest_buffer;
+        weights.planned = self.planned;
+        Ok(())
     }
 }
 

@@ -16,8 +16,8 @@ pub(crate) fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) 
     }
 }
 
-/// Returns normal values with standard deviation `gain / sqrt(d_input)`, in the shape `[d_output,
-/// d_input]`.
+/// Returns a `[d_output, d_input]` matrix of normal values with standard deviation
+/// `gain / sqrt(d_input)`.
 pub(crate) fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Matrix {
     let std = gain / (shape[1] as f64).sqrt();
     let param: Param<Tensor<2>> = Initializer::Normal { mean: 0.0, std }.init(shape, device);

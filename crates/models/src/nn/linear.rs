@@ -63,7 +63,6 @@ impl Linear {
         })
     }
 
-    /// Returns the operations around the product.
     pub(super) fn around(&self) -> Fused {
         match &self.bias {
             Some(bias) => Fused::default().with_bias(bias.val()),

@@ -43,8 +43,8 @@ impl LowRank {
         project(project(x, self.a.val()), self.b.val()) * self.scale
     }
 
-    /// Returns the term added to the gradient of inputs, from the gradient of products: `[batch,
-    /// seq, rows]` to `[batch, seq, columns]`.
+    /// Returns the term added to the gradient of inputs, from the gradient of products:
+    /// `[batch, seq, rows]` to `[batch, seq, columns]`.
     pub(crate) fn back_project(&self, y: Tensor<3>) -> Tensor<3> {
         y.matmul(self.b.val().unsqueeze()).matmul(self.a.val().unsqueeze()) * self.scale
     }
@@ -54,8 +54,8 @@ impl LowRank {
         self.b.val().narrow(0, start, n).matmul(self.a.val()) * self.scale
     }
 
-    /// Returns the term added to the rows of these numbers: `[batch, seq]` to `[batch, seq,
-    /// columns]`.
+    /// Returns the term added to the rows of these numbers: `[batch, seq]` to
+    /// `[batch, seq, columns]`.
     pub(crate) fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         embedding(self.b.val(), ids).matmul(self.a.val().unsqueeze()) * self.scale
     }

@@ -63,9 +63,9 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// Returns the scaling for a GGUF file's `divisors` of the frequencies `theta^(-2i /
-    /// rotary_dim)`. Returns no scaling or Llama 3's if these have the same frequencies up to the
-    /// rounding of f32, in which such files are computed, and else [`Divisors`](Self::Divisors).
+    /// Returns the scaling for a GGUF file's `divisors` of rope frequencies. Returns no scaling or
+    /// Llama 3's if these have the same frequencies up to the rounding of f32, in which such files
+    /// are computed, and else [`Divisors`](Self::Divisors).
     pub(crate) fn of_divisors(divisors: Vec<f32>, theta: f64) -> Self {
         /// A few units in the last place of an f32.
         const ROUNDING: f64 = 4e-6;
@@ -96,7 +96,6 @@ pub struct Rope {
     inv_freq: Vec<f32>,
     /// A number of tokens, and the frequencies in longer contexts.
     long: Option<(usize, Vec<f32>)>,
-    /// Multiplies sines and cosines.
     attention_factor: f32,
 }
 
@@ -207,7 +206,7 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
             truncate,
             ..
         } => {
-            // Returns the pair of channels with this number of turns over the original context.
+            // The pair of channels with this number of turns over the original context.
             let pair = |turns: f64| {
                 n as f64 * (original_max_positions as f64 / (turns * TAU)).ln() / theta.ln()
             };
@@ -281,7 +280,6 @@ impl RopeRows {
         }
     }
 
-    /// Returns cosines and sines.
     fn cos_sin(&self) -> [Tensor<4>; 2] {
         let pick = || {
             let table = self.table.table().clone();

@@ -39,7 +39,6 @@ impl Listed {
 #[derive(Debug)]
 pub(crate) struct TensorFile<'a> {
     at: &'a Path,
-    /// The path in messages.
     path: &'a Path,
     tensors: Vec<Listed>,
     metadata: BTreeMap<&'static str, String>,
@@ -55,20 +54,17 @@ impl<'a> TensorFile<'a> {
         Self { at, path, tensors: vec![], metadata, header: vec![], file: None }
     }
 
-    /// Adds metadata.
     #[must_use]
     pub(crate) fn with_metadata(mut self, key: &'static str, value: String) -> Self {
         self.metadata.insert(key, value);
         self
     }
 
-    /// Adds a tensor to the header.
     pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> TensorId {
         self.tensors.push(Listed { name, dtype, shape, start: 0 });
         TensorId(self.tensors.len() - 1)
     }
 
-    /// Creates the file and writes its header.
     pub(crate) fn begin(mut self) -> Result<Self> {
         // Wide types come first, so that each tensor begins at a multiple of its type's size.
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
@@ -119,7 +115,6 @@ impl<'a> TensorFile<'a> {
             .map_err(failed(self.path))
     }
 
-    /// Returns the complete file.
     pub(crate) fn finish(self) -> Result<NamedTempFile> {
         Ok(self.file.expect("begin has made it"))
     }

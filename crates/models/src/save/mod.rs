@@ -52,7 +52,6 @@ impl Default for SaveOptions<'_> {
 }
 
 impl SaveOptions<'_> {
-    /// Returns the type of saved tensors.
     fn dtype_of(&self, model: &LanguageModel) -> DType {
         self.dtype.dtype().unwrap_or_else(|| model.dtype())
     }
@@ -234,7 +233,6 @@ pub(crate) fn write_weights(
     Ok(file)
 }
 
-/// A tensor that is converted when it is written.
 struct Weight<'a> {
     name: String,
     values: Values,

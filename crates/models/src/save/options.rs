@@ -69,7 +69,6 @@ impl<'a> QuantizeOptions<'a> {
         }
     }
 
-    /// Returns the format for a matrix of this role.
     pub(super) fn format(&self, role: Option<Role>) -> Option<WeightFormat> {
         match role? {
             Role::Embedding | Role::Head => self.embedding,

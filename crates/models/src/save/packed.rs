@@ -185,7 +185,6 @@ fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
     })
 }
 
-/// Returns the bits of integers.
 fn bits(format: WeightFormat) -> Option<usize> {
     match format {
         WeightFormat::Int4(_) => Some(4),
@@ -337,7 +336,6 @@ struct Parts<'a> {
     format: WeightFormat,
     groups: usize,
     ids: &'a [TensorId],
-    /// The number of written rows.
     rows: usize,
 }
 

@@ -20,7 +20,6 @@ use crate::{
     gguf::{Array, Strings, Value},
 };
 
-/// The regular expression of GPT-2.
 pub(super) const GPT2: &str =
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// Single digits, contractions in any case, and line breaks with the text before them.
@@ -47,7 +46,6 @@ pub(super) const GPT4O: &str = concat!(
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
-/// A named pre-tokenizer.
 struct Pre {
     /// Regular expressions that split the text one after another.
     splits: &'static [&'static str],
@@ -70,18 +68,13 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
 }
 
-/// A tokenizer from the vocabulary of a file.
 pub(super) struct Built {
     pub(super) inner: tokenizers::Tokenizer,
-    /// One more than the largest id.
     pub(super) n_ids: usize,
-    /// The ids that end a text.
     pub(super) eos: Vec<u32>,
-    /// Other settings of the file.
     pub(super) settings: Settings,
 }
 
-/// Builds the tokenizer.
 pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path) -> Result<Built> {
     let vocabulary = Vocabulary { metadata, file, path };
     let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
@@ -250,7 +243,6 @@ fn describe(pre: &Pre) -> Json {
 
 struct Vocabulary<'a> {
     metadata: &'a HashMap<String, Value>,
-    /// The file that has the arrays.
     file: &'a [u8],
     path: &'a Path,
 }
@@ -298,7 +290,6 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    /// Returns one score per token.
     fn scores(&self, n_tokens: usize) -> Result<Vec<f64>> {
         let key = "tokenizer.ggml.scores";
         let what = format!("an array of {n_tokens} finite floats, one per token");

@@ -14,7 +14,6 @@ use tokenizers::{
 use super::{Tokenizer, n_ids, special::Settings};
 use crate::error::{Error, Result};
 
-/// The token that ends a text.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Tokenizer {

@@ -15,7 +15,6 @@ pub(super) struct Packed {
     pub(super) id: ParamId,
     /// Matrices of equal width with consecutive rows; at least one.
     pub(super) parts: Vec<PackedMatrix>,
-    /// The precision of activations.
     pub(super) activations: Activations,
     /// The trained addition.
     pub(super) adapter: Option<LowRank>,
@@ -27,7 +26,6 @@ impl Packed {
         [rows, self.parts[0].dims()[1]]
     }
 
-    /// Returns `n` rows from `start` on, `[n, columns]`.
     pub(super) fn rows(&self, start: usize, n: usize) -> Tensor<2> {
         let (mut first, end) = (0, start + n);
         let mut found = vec![];
