@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::{
     ModelSpec, Pass, Result,
-    checkpoint::Exports,
+    exports::Exports,
     nn::{Linear, Matrix, PACKED},
 };
 

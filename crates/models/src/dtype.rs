@@ -5,12 +5,12 @@ use std::{fmt, str::FromStr};
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
-/// A float type of weights, or that which they have.
+/// A float type of weights, or the type that they have already.
 ///
-/// A model computes in the type of its weights: what passes from layer to layer is in it, sums are
-/// f32, and so are logits.
+/// A model computes in the type of its weights. Activations between layers have this type; sums and
+/// logits are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -21,7 +21,7 @@ pub enum WeightDtype {
     F16,
     /// The upper half of an f32.
     Bf16,
-    /// The type that is there: that of most elements of the file's matrices, or of the model that is
+    /// The existing type: the type of most elements of the file's matrices, or of the model that is
     /// saved. Quantized blocks of GGUF files count as f32.
     Auto,
 }
@@ -29,7 +29,7 @@ pub enum WeightDtype {
 impl WeightDtype {
     const ALL: [Self; 4] = [Self::F32, Self::F16, Self::Bf16, Self::Auto];
 
-    /// The short name, as `bf16`.
+    /// Returns the short name, such as `bf16`.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -39,7 +39,7 @@ impl WeightDtype {
         }
     }
 
-    /// The type of tensors; `None` for [`Auto`](Self::Auto).
+    /// Returns the type of tensors; `None` for [`Auto`](Self::Auto).
     pub fn dtype(self) -> Option<DType> {
         match self {
             Self::F32 => Some(DType::F32),
@@ -49,7 +49,7 @@ impl WeightDtype {
         }
     }
 
-    /// The one whose tensors are of `dtype`; `None` for a type that weights cannot have.
+    /// Returns the variant for tensors of `dtype`; `None` if weights cannot have that type.
     pub fn of(dtype: DType) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.dtype() == Some(dtype))
     }

@@ -5,21 +5,21 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::Shortage;
+use crate::shortage::Shortage;
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What can be wrong with a caller's file, text or request. Every message is one line.
+/// An error in a caller's file, text or request. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is nothing at `path`.
+    /// `path` does not exist.
     #[error("{}: not found{hint}", path.display())]
     NotFound {
-        /// What was looked for.
+        /// The missing path.
         path: PathBuf,
-        /// What would have been accepted, empty or starting with a comma.
+        /// Accepted alternatives; empty, or begins with a comma.
         hint: String,
     },
     /// The operating system could not read `path`.
@@ -31,7 +31,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The operating system could not write `path`; what was there before is unchanged.
+    /// The operating system could not write `path`; an existing file is unchanged.
     #[error("{}: cannot write: {source}", path.display())]
     Write {
         /// The file.
@@ -40,14 +40,14 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The file is not what its name or magic says: truncated, or not of that format.
+    /// The file is truncated, or is not of the format that its name or magic indicates.
     #[error("{}: not a readable {format} file: {}", path.display(), line(why))]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// The format it was read as.
+        /// The expected format.
         format: &'static str,
-        /// What did not fit.
+        /// The reason.
         why: String,
     },
     /// A field of the model's configuration breaks a rule.
@@ -55,29 +55,30 @@ pub enum Error {
     Config {
         /// The file.
         path: PathBuf,
-        /// The field as the file spells it.
+        /// The field as spelled in the file.
         field: String,
         /// The value found, or `missing`.
         value: String,
         /// The rule it breaks.
         rule: String,
     },
-    /// The file is readable but none of its tensors belong to the model.
+    /// The file is readable, but none of its tensors belongs to the model.
     #[error(
-        "{}: foreign file: none of its {n_tensors} tensors belongs to a {family} model (expected {expected}, found {})",
+        "{}: foreign file: none of its {n_tensors} tensors belongs to a {family} model \
+         (expected {expected}, found {})",
         path.display(),
         line(found)
     )]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// How many tensors it holds.
+        /// The number of tensors in the file.
         n_tensors: usize,
         /// The model family of the configuration.
         family: String,
-        /// A tensor that such a model has.
+        /// The name of a tensor that such a model has.
         expected: String,
-        /// The first tensor of the file.
+        /// The name of the first tensor of the file.
         found: String,
     },
     /// A tensor of the model is not in the file.
@@ -85,18 +86,18 @@ pub enum Error {
     MissingTensor {
         /// The file.
         path: PathBuf,
-        /// The tensor as the file would name it.
+        /// The tensor's name in the file.
         tensor: String,
     },
-    /// The file has tensors that the model has no place for: without them the model would not
-    /// compute what was trained.
+    /// The file has tensors that the model does not use. Without them it would not compute what was
+    /// trained.
     #[error("{}: {}", path.display(), leftover(family, tensors))]
     Leftover {
-        /// The file, or the folder of several.
+        /// The file, or the folder of several files.
         path: PathBuf,
         /// The model family of the configuration.
         family: String,
-        /// The tensors as the file names them.
+        /// The tensors' names in the file.
         tensors: Vec<String>,
     },
     /// A tensor's shape contradicts the configuration.
@@ -111,11 +112,14 @@ pub enum Error {
         tensor: String,
         /// The shape found.
         actual: Vec<usize>,
-        /// The shape the configuration asks for.
+        /// The shape that the configuration requires.
         expected: Vec<usize>,
     },
     /// A tensor holds NaN or an infinity.
-    #[error("{}: tensor {tensor} holds {value} at element {index}, weights must be finite", path.display())]
+    #[error(
+        "{}: tensor {tensor} holds {value} at element {index}, weights must be finite",
+        path.display()
+    )]
     NonFinite {
         /// The file.
         path: PathBuf,
@@ -133,30 +137,30 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
-    /// The caller asked for an end of the work before it was done.
+    /// The caller interrupted the work before it was done.
     #[error("interrupted, nothing is written")]
     Interrupted,
-    /// A valid request that this crate does not serve.
+    /// The request is valid, but this crate does not support it.
     #[error("unsupported {}: {}", line(what), line(why))]
     Unsupported {
         /// The feature.
         what: String,
-        /// The reason, naming the file where there is one.
+        /// The reason, which names the file if there is one.
         why: String,
     },
-    /// More tokens than the model or the cache has room for; nothing was appended.
+    /// The tokens exceed the limit of the model or of the cache; nothing was appended.
     #[error(
         "context of {requested} tokens ({cached} cached + {added} new) exceeds {limit_name} {limit}"
     )]
     ContextLength {
-        /// Tokens after the call, had it gone through.
+        /// Tokens that the cache would have after the call.
         requested: usize,
         /// Tokens already in the cache.
         cached: usize,
-        /// Tokens of the call.
+        /// Tokens added by the call.
         added: usize,
         /// `max_positions` of the model or `capacity` of the cache.
         limit_name: &'static str,
@@ -180,46 +184,47 @@ pub enum Error {
         field: String,
         /// Its value.
         value: String,
-        /// What it breaks.
+        /// The rule it breaks.
         rule: String,
     },
     /// A text is not UTF-8.
-    #[error("{}: byte {offset} is not UTF-8; texts must be", path.display())]
+    #[error("{}: byte {offset} is not UTF-8; texts must be UTF-8", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
         /// The offset of the first byte that is not UTF-8, from the start of the file.
         offset: u64,
     },
-    /// A chat template is not valid, or rejected a conversation.
+    /// A chat template is not valid, or it rejected a conversation.
     #[error("chat template: {}", line(why))]
     ChatTemplate {
-        /// What is wrong.
+        /// The reason.
         why: String,
     },
-    /// The tokenizer could not be built, or refused a text.
+    /// The tokenizer could not be built, or it rejected a text.
     #[error("tokenizer: {}", line(why))]
     Tokenizer {
-        /// What is wrong, naming the file where there is one.
+        /// The reason, which names the file if there is one.
         why: String,
     },
-    /// A model does not fit into the memory that there is; nothing was allocated.
+    /// The model does not fit into the available memory; nothing was allocated.
     #[error("{0}")]
     Memory(Box<Shortage>),
     /// An error of the KV cache.
     #[error(transparent)]
     Cache(#[from] kv_cubecl::Error),
 
-    /// A packed weight cannot do what is asked of it.
+    /// An error of packed weights.
     #[error(transparent)]
     Weights(#[from] kv_weights::Error),
-    /// What the next token cannot be picked from.
+    /// An error of sampling.
     #[error(transparent)]
     Sampling(#[from] kv_sampling::Error),
 }
 
 impl Error {
-    /// [`Error::Config`]: the `field` of the file at `path` has a `value` that breaks `rule`.
+    /// Creates an [`Error::Config`]: `field` of the file at `path` has a `value` that breaks
+    /// `rule`.
     pub fn config(
         path: impl Into<PathBuf>,
         field: impl Into<String>,
@@ -234,7 +239,7 @@ impl Error {
         }
     }
 
-    /// Turns an error about a value into one that also names the file it was read from.
+    /// Adds the name of the file that the value was read from.
     pub(crate) fn in_file(self, path: &Path) -> Self {
         match self {
             Self::Cache(kv_cubecl::Error::InvalidConfig { field, value, rule })
@@ -244,7 +249,7 @@ impl Error {
         }
     }
 
-    /// [`Error::Unsupported`].
+    /// Creates an [`Error::Unsupported`].
     pub fn unsupported(what: impl Into<String>, why: impl Into<String>) -> Self {
         Self::Unsupported { what: what.into(), why: why.into() }
     }
@@ -263,27 +268,27 @@ impl Error {
 }
 
 fn leftover(family: &str, tensors: &[String]) -> String {
-    /// How many tensors the message names; it only counts the others.
+    /// The number of tensors that the message names.
     const SHOWN: usize = 5;
-    let have = if tensors.len() == 1 { "tensor has" } else { "tensors have" };
+    let are = if tensors.len() == 1 { "tensor is" } else { "tensors are" };
     let shown = line(&tensors[..tensors.len().min(SHOWN)].join(", "));
     let more = match tensors.len().saturating_sub(SHOWN) {
         0 => String::new(),
         n => format!(" and {n} more"),
     };
     let n = tensors.len();
-    format!("{n} {have} no place in the {family} model of its configuration: {shown}{more}")
+    format!("{n} {are} not part of the {family} model in its configuration: {shown}{more}")
 }
 
-/// Names and values come from files, and some texts are messages of other crates: this makes any of
-/// them one line of bounded length.
+/// Limits a text to one line of bounded length. Names and values come from files, and some texts
+/// are messages of other crates.
 fn line(text: &str) -> String {
     one_line(text, 400)
 }
 
-/// `text` on one line: white space becomes single spaces, control characters are escaped, and what
-/// follows the first `max` characters is replaced by ` ..`. For messages that quote files and other
-/// crates.
+/// Returns `text` on one line, for messages that quote files and other crates. White space becomes
+/// single spaces, control characters are escaped, and ` ..` replaces everything after the first
+/// `max` characters.
 pub fn one_line(text: &str, max: usize) -> String {
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let mut line = String::new();

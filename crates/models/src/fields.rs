@@ -1,16 +1,16 @@
-//! Rules for the fields of a model's configuration, whichever file it comes from. `path` is what
-//! messages call that file.
+//! Rules for the fields of a model's configuration, in any kind of file. Errors name the file
+//! `path`.
 
 use std::{collections::BTreeSet, path::Path};
 
 use serde_json::{Map, Value, json};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Returns the value of a required field.
 ///
 /// # Errors
-/// [`Error::Config`] for one that is missing.
+/// Returns [`Error::Config`] if the value is missing.
 pub fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
     value.ok_or_else(|| Error::config(path, field, "missing", "the model needs it"))
 }
@@ -18,7 +18,7 @@ pub fn required<T>(path: &Path, field: &str, value: Option<T>) -> Result<T> {
 /// Checks numbers of tokens, layers, heads or channels.
 ///
 /// # Errors
-/// [`Error::Config`] for the first that is 0 or above 2^31.
+/// Returns [`Error::Config`] for the first number that is 0 or above 2^31.
 pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     match fields.iter().find(|(_, value)| *value == 0 || *value > 1 << 31) {
         None => Ok(()),
@@ -31,7 +31,7 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
 /// Checks a number of layers before anything is allocated per layer.
 ///
 /// # Errors
-/// [`Error::Config`] for none, or more than 65536.
+/// Returns [`Error::Config`] if the number is 0 or above 65536.
 pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
     match n_layers {
         1..=65_536 => Ok(n_layers),
@@ -42,7 +42,7 @@ pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize>
 /// Checks a number that must be finite and above 0.
 ///
 /// # Errors
-/// [`Error::Config`] for one that is not.
+/// Returns [`Error::Config`] if it is not.
 pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
@@ -50,11 +50,11 @@ pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
     Err(Error::config(path, field, value, "must be finite and above 0"))
 }
 
-/// The channels of a head, where a file gives only the width of the model, in `field`, and the
-/// number of heads, in `heads_field`.
+/// Returns the channels of a head, for files that give only the width of the model in `field` and
+/// the number of heads in `heads_field`.
 ///
 /// # Errors
-/// [`Error::Config`] for a width that the heads do not divide.
+/// Returns [`Error::Config`] if the number of heads does not divide the width.
 pub fn head_dim(
     path: &Path,
     (field, width): (&str, usize),
@@ -71,10 +71,10 @@ pub fn head_dim(
 pub(crate) const FULL: &str = "full_attention";
 pub(crate) const SLIDING: &str = "sliding_attention";
 
-/// The layers with full attention in `layer_types`.
+/// Returns the layers with full attention in `layer_types`.
 ///
 /// # Errors
-/// Another number of layers than `n_layers`, or a kind of attention that is not computed.
+/// Fails if the number of layers is not `n_layers`, or a kind of attention is not supported.
 pub(crate) fn full_layers(
     path: &Path,
     layer_types: &[String],
@@ -82,7 +82,7 @@ pub(crate) fn full_layers(
 ) -> Result<BTreeSet<usize>> {
     if let Some(kind) = layer_types.iter().find(|kind| !matches!(kind.as_str(), FULL | SLIDING)) {
         let why =
-            format!("{} has it in layer_types; {FULL} and {SLIDING} are computed", path.display());
+            format!("{} has it in layer_types; {FULL} and {SLIDING} are supported", path.display());
         return Err(Error::unsupported(format!("attention {kind}"), why));
     }
     if layer_types.len() != n_layers {
@@ -92,7 +92,7 @@ pub(crate) fn full_layers(
     Ok((0..n_layers).filter(|&i| layer_types[i] == FULL).collect())
 }
 
-/// The sizes that `config.json` spells alike in most families.
+/// The sizes that have the same names in `config.json` of most families.
 pub(crate) struct DecoderSizes {
     pub(crate) vocab_size: usize,
     pub(crate) hidden_size: usize,
@@ -118,7 +118,7 @@ impl DecoderSizes {
         ]
     }
 
-    /// Checks the sizes, the fields in `more`, and that heads share keys and values evenly.
+    /// Checks the sizes, the fields in `more`, and that key-value heads divide query heads evenly.
     pub(crate) fn check(&self, path: &Path, more: &[(&str, usize)]) -> Result<()> {
         sizes(path, &self.fields())?;
         sizes(path, more)?;
@@ -129,7 +129,7 @@ impl DecoderSizes {
         Ok(())
     }
 
-    /// Checks that a head consists of pairs of channels, as rope needs.
+    /// Checks that a head consists of pairs of channels, which rope needs.
     pub(crate) fn check_even_head(&self, path: &Path) -> Result<()> {
         match self.head_dim % 2 {
             0 => Ok(()),
@@ -137,7 +137,7 @@ impl DecoderSizes {
         }
     }
 
-    /// Returns the fields of `config.json`: the sizes, then those of `more`, which is an object.
+    /// Returns the fields of `config.json`: the sizes, then the fields of the object `more`.
     pub(crate) fn to_json(&self, more: Value) -> Map<String, Value> {
         let sizes = self.fields().map(|(field, value)| (field.to_string(), json!(value)));
         let more = match more {

@@ -1,20 +1,18 @@
-//! The float types of weights, and their bytes from one type to another.
+//! The float types of weights, and conversions of their bytes.
 
 use std::path::Path;
 
 use burn::tensor::{DType, Element};
 use half::{bf16, f16};
 
-use crate::Error;
+use crate::error::Error;
 
 /// A float type of weights.
 pub(crate) trait Float: Element {
     const NAME: &str;
     const DTYPE: DType;
-    /// The largest finite value.
     const MAX: f32;
 
-    /// The value of its little-endian bytes.
     fn from_le(bytes: &[u8]) -> Self;
     fn round(value: f32) -> Self;
     fn widen(self) -> f32;
@@ -53,8 +51,8 @@ float!(f32, "f32", F32, Self::MAX, |value| value, |value| value);
 float!(f16, "f16", F16, Self::MAX.to_f32_const(), Self::from_f32, Self::to_f32);
 float!(bf16, "bf16", BF16, Self::MAX.to_f32_const(), Self::from_f32, Self::to_f32);
 
-/// Evaluates `$body` with the type alias `$T` of the [`Float`] whose tensors are of `$dtype`, or
-/// `$other` where there is none.
+/// Evaluates `$body` with `$T` as an alias of the [`Float`] type of `$dtype`, or `$other` if there
+/// is none.
 macro_rules! with_float {
     ($dtype:expr, $T:ident => $body:expr, else $other:expr) => {
         match $dtype {
@@ -76,19 +74,19 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
-/// What is wrong with the bytes of a tensor.
+/// A defect in the bytes of a tensor.
 #[derive(Debug)]
 pub(crate) enum Flaw {
-    /// They are of another type than floats of 16 and 32 bits.
+    /// The type is not a float of 16 or 32 bits.
     Type(DType),
     /// The first value that is NaN or infinite.
     NonFinite { index: usize, value: f32 },
-    /// The first value that the type it is to be rounded to does not reach.
+    /// The first value beyond the largest of the type that it is rounded to.
     TooLarge { index: usize, value: f32, name: &'static str, max: f32 },
 }
 
 impl Flaw {
-    /// The same flaw of values that `n` others come before.
+    /// Shifts the index by the `n` values that precede these.
     pub(crate) fn after(self, n: usize) -> Self {
         match self {
             Self::NonFinite { index, value } => Self::NonFinite { index: index + n, value },
@@ -99,7 +97,7 @@ impl Flaw {
         }
     }
 
-    /// The error of the `tensor` of the file at `path`.
+    /// Returns the error for `tensor` of the file at `path`.
     pub(crate) fn of(self, path: &Path, tensor: &str) -> Error {
         let (path, tensor) = (path.into(), tensor.into());
         let why = match self {
@@ -115,8 +113,8 @@ impl Flaw {
     }
 }
 
-/// Appends the values that `bytes` are, of type `from` and little-endian, to `to`, rounded to its type;
-/// those that are of it already are copied as they are.
+/// Appends the values in `bytes`, little-endian of type `from`, rounded to the type of `to`. Values
+/// of that type already are copied exactly.
 pub(crate) fn append<T: Float>(bytes: &[u8], from: DType, to: &mut Vec<T>) -> Result<(), Flaw> {
     with_float!(from, S => append_from::<S, T>(bytes, to), else Err(Flaw::Type(from)))
 }

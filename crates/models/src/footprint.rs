@@ -1,12 +1,17 @@
-//! What a model takes of memory while it runs, and what would make it fit where it does not.
-
-use std::fmt;
+//! Memory that a model needs at run time, and changes that would make it fit.
 
 use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes, layout::CacheLayout};
 
-use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, load::Planned};
+use crate::{
+    cache_config::ModelCacheConfig,
+    checkpoint::Planned,
+    error::{Error, Result},
+    generate::GenerateOptions,
+    shortage::{Advice, Footprint, Shortage, advice_text, decimal_size},
+    spec::{LayerSpec, ModelSpec},
+};
 
-/// The use a model is planned for.
+/// The planned use of a model.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Usage {
@@ -14,18 +19,17 @@ pub struct Usage {
     pub cache: ModelCacheConfig,
     /// Sequences of the cache.
     pub batch: usize,
-    /// Tokens of all sequences that pass through the model together, at most: a pass has no more
-    /// than the caches hold, and no fewer than a step, which has one of every sequence. With 0,
-    /// what passes compute with is not counted.
+    /// The most tokens of all sequences in one pass. A pass has at most as many tokens as the
+    /// caches, and at least one per sequence. With 0, activations are not counted.
     pub pass: usize,
 }
 
 impl Usage {
-    /// One sequence, and passes of as many tokens as there are in a prompt's chunk by default. What
-    /// generates in [other chunks](crate::GenerateOptions::prefill_chunk_for) sets it by
+    /// Creates a use with one sequence and the default number of tokens per prefill chunk. Set
+    /// [other chunks](crate::GenerateOptions::prefill_chunk_for) with
     /// [`with_pass`](Self::with_pass).
     pub fn new(cache: impl Into<ModelCacheConfig>) -> Self {
-        let pass = crate::GenerateOptions::default().prefill_chunk;
+        let pass = GenerateOptions::default().prefill_chunk;
         Self { cache: cache.into(), batch: 1, pass }
     }
 
@@ -46,8 +50,8 @@ impl Usage {
         Self { cache, ..*self }
     }
 
-    /// Tokens of the largest pass. This is the one place where a cache and a batch bound it, so
-    /// that what is said of one context and the search for the longest go by the same rule.
+    /// Returns the tokens of the largest pass. Only this function limits a pass by cache and batch,
+    /// so that [`Planned::footprint`] and [`Planned::longest_context`] agree.
     fn passing(&self) -> usize {
         match self.pass {
             0 => 0,
@@ -56,7 +60,7 @@ impl Usage {
     }
 }
 
-/// Bytes of the caches of all layers, part by part.
+/// Bytes of the caches of all layers, by part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheBytes {
@@ -64,16 +68,16 @@ pub struct CacheBytes {
     pub keys: usize,
     /// Packed values: codes and parameters.
     pub values: usize,
-    /// Sinks, windows, and sides that are not quantized.
+    /// Sinks, residuals, and sides that are not quantized.
     pub floats: usize,
-    /// The tables of the rotary encodings.
+    /// The rope tables.
     pub rope_tables: usize,
-    /// The largest buffer among these.
+    /// The largest of these buffers.
     pub largest_buffer: usize,
 }
 
 impl CacheBytes {
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts.
     pub fn total(&self) -> usize {
         self.keys + self.values + self.floats + self.rope_tables
     }
@@ -86,34 +90,15 @@ impl CacheBytes {
     }
 }
 
-/// Bytes of memory, part by part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Footprint {
-    /// The weights, as they are kept.
-    pub weights: usize,
-    /// The caches of all layers, and the rotary tables: [`CacheBytes::total`].
-    pub cache: usize,
-    /// Bytes of activations, estimated from the widths of the model.
-    pub activations: usize,
-}
-
-impl Footprint {
-    /// Bytes of all parts.
-    pub fn total(&self) -> usize {
-        self.weights.saturating_add(self.cache).saturating_add(self.activations)
-    }
-}
-
-/// The memory that there is.
+/// The available memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryLimit {
-    /// Bytes that may be taken; `None` if it is not known.
+    /// Available bytes; `None` if unknown.
     pub total: Option<u64>,
-    /// Where that number is from, as `MemAvailable`.
+    /// The origin of that number, such as `MemAvailable`.
     pub source: String,
-    /// Bytes of the largest buffer of the device, where it has a limit.
+    /// Bytes of the largest buffer that the device allows, if it has a limit.
     pub buffer: Option<u64>,
 }
 
@@ -130,59 +115,26 @@ impl MemoryLimit {
     }
 }
 
-/// The memory that a model needs and there is not.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Shortage {
-    /// The memory needed.
-    pub needed: Footprint,
-    /// Bytes of weights by type.
-    pub by_type: Vec<(String, usize)>,
-    /// The use that was planned.
-    pub usage: Usage,
-    /// Bytes available.
-    pub available: u64,
-    /// Where that number is from.
-    pub source: String,
-    /// Changes that make the model fit, least costly first; empty if none does.
-    pub advice: Vec<Advice>,
-}
-
-/// A change that makes a model fit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Advice {
-    /// Keep the weights packed, in this number of bytes.
-    Packed(usize),
-    /// Allocate the cache for this number of tokens.
-    Context(usize),
-    /// A cache of this name for as many tokens as were asked for.
-    Cache(String),
-    /// Quantize the output projection to 4 bits, which saves this number of bytes.
-    Int4Head(usize),
-}
-
-/// Caches that take less and less memory.
+/// Cache formats to advise, largest first.
 const CHEAPER: [(KvFormat, KvFormat); 3] = [
     (KvFormat::Affine8, KvFormat::Affine8),
     (KvFormat::Affine4, KvFormat::Affine4),
     (KvFormat::Affine2, KvFormat::Affine2),
 ];
 
-/// Fewer tokens than these are no context to advise.
+/// The fewest tokens of a context to advise.
 const LEAST: usize = 64;
 
-/// No cache has more tokens.
+/// The most tokens of a cache.
 const MOST_TOKENS: usize = 1 << 24;
-/// With more sequences every buffer of a cache has too many elements.
+/// The most sequences. With more, every buffer of a cache would have too many elements.
 const MOST_SEQUENCES: usize = u32::MAX as usize;
 
 impl Planned<'_> {
     /// Returns the memory the model takes.
     ///
     /// # Errors
-    ///
-    /// A cache that does not fit the model, or one that has a buffer of 2^32 elements or more.
+    /// Fails if the cache does not fit the model, or has a buffer of 2^32 elements or more.
     pub fn footprint(&self, usage: &Usage) -> Result<Footprint> {
         Ok(Footprint {
             weights: self.weights.total(),
@@ -194,21 +146,20 @@ impl Planned<'_> {
     /// Returns the memory the caches of all layers take.
     ///
     /// # Errors
-    ///
-    /// Those of [`footprint`](Self::footprint).
+    /// Fails as [`footprint`](Self::footprint) does.
     pub fn cache_bytes(&self, usage: &Usage) -> Result<CacheBytes> {
         cache_bytes(self.spec, usage)
     }
 
-    /// The most tokens, up to the model's limit, that a cache can be allocated for so that
-    /// everything fits; `None` if not even one does.
+    /// Returns the most tokens, up to the model's limit, for which everything fits; `None` if not
+    /// even one token does.
     pub fn longest_context(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
         let most = self.spec.max_positions.min(MOST_TOKENS);
         most_that_fits(most, |tokens| self.fits(&usage.with_capacity(tokens), limit))
     }
 
-    /// Returns the most sequences with a cache of this capacity each for which everything fits;
-    /// `None` if not even one does.
+    /// Returns the most sequences with a cache of this capacity for which everything fits; `None`
+    /// if not even one does.
     pub fn largest_batch(&self, usage: &Usage, limit: &MemoryLimit) -> Option<usize> {
         most_that_fits(MOST_SEQUENCES, |batch| self.fits(&usage.clone().with_batch(batch), limit))
     }
@@ -222,12 +173,11 @@ impl Planned<'_> {
         within(needed.total(), limit.total) && within(cache.largest_buffer, limit.buffer)
     }
 
-    /// Bytes that a step of one token of each sequence reads after `len` tokens: weights once, and
-    /// the caches of all layers.
+    /// Returns the bytes that a decode step of one token per sequence reads after `len` tokens: of
+    /// all weights, and of the caches of all layers.
     ///
     /// # Errors
-    ///
-    /// A cache that does not fit the model.
+    /// Fails if the cache does not fit the model.
     pub fn read_by_a_step(&self, usage: &Usage, len: usize) -> Result<[usize; 2]> {
         let layers = self.spec.layers.iter().enumerate();
         let caches = layers.map(|(i, layer)| {
@@ -240,10 +190,9 @@ impl Planned<'_> {
     /// Checks that the model fits, before it is loaded.
     ///
     /// # Errors
-    ///
-    /// [`Error::Memory`] with what would help, [`Error::Unsupported`] for a tensor or a part of a
-    /// layer's cache that is larger than a buffer of the device, or a cache that does not fit the
-    /// model.
+    /// Returns [`Error::Memory`] with advice, or [`Error::Unsupported`] for a tensor or a part of a
+    /// layer's cache that is larger than a buffer of the device. Also fails if the cache does not
+    /// fit the model.
     pub fn check(&self, usage: &Usage, limit: &MemoryLimit) -> Result<()> {
         usage.cache.validate(self.spec)?;
         let (name, bytes) = &self.weights.largest;
@@ -264,7 +213,9 @@ impl Planned<'_> {
         Err(Error::Memory(Box::new(Shortage {
             needed,
             by_type: self.weights.by_type.clone().into_iter().collect(),
-            usage: usage.clone(),
+            cache: usage.cache.to_string(),
+            capacity: usage.cache.capacity,
+            batch: usage.batch,
             available,
             source: limit.source.clone(),
             advice: self.advice(usage, limit),
@@ -298,7 +249,7 @@ impl Planned<'_> {
     fn advice(&self, usage: &Usage, limit: &MemoryLimit) -> Vec<Advice> {
         let mut advice = vec![];
         if let Some(packed) = self.weights.packed {
-            // What is given back is more memory to the others.
+            // Memory that packed weights save is available to the others.
             let less = self.weights.total().saturating_sub(packed) as u64;
             let total = limit.total.map(|total| total.saturating_add(less));
             if self.fits(usage, &MemoryLimit { total, ..limit.clone() }) {
@@ -331,11 +282,10 @@ impl Planned<'_> {
         advice
     }
 
-    /// The residual stream and its norm, queries, keys and values, what attention returns, and the
-    /// widest part of the MLP (the CPU computes a few hundred tokens of it at a time); logits of
-    /// the last token of each sequence.
+    /// Returns the bytes of the residual stream and its norm, of queries, keys, values and
+    /// attention, of the widest part of the MLP, and of the logits of each sequence's last token.
     fn activations(&self, usage: &Usage) -> usize {
-        /// Tokens of the MLP that are computed together.
+        /// The CPU computes the MLP for this many tokens at a time.
         const ROWS: usize = 512;
         let pass = usage.passing();
         if pass == 0 {
@@ -350,12 +300,13 @@ impl Planned<'_> {
     }
 }
 
-/// The largest number from 1 to `most` that fits, where all below one that fits do.
+/// Returns the largest number from 1 to `most` that fits. All numbers below a number that fits must
+/// fit.
 pub fn most_that_fits(most: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
     if most > 0 && fits(most) {
         return Some(most);
     }
-    // `fitting` fits, but for 0, and `least` does not.
+    // `fitting` fits or is 0, and `least` does not fit.
     let (mut fitting, mut least) = (0, most);
     while least.saturating_sub(fitting) > 1 {
         let middle = fitting + (least - fitting) / 2;
@@ -364,31 +315,31 @@ pub fn most_that_fits(most: usize, fits: impl Fn(usize) -> bool) -> Option<usize
     (fitting > 0).then_some(fitting)
 }
 
-/// Bytes of the caches of all layers and of the rotary tables. They do not overflow: no buffer of a
-/// layout has 2^32 elements, nor has any model 2^17 layers.
+/// Returns the bytes of the caches of all layers and of the rope tables. They do not overflow: no
+/// buffer of a layout has 2^32 elements, and no model has 2^17 layers.
 fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     let mut bytes = CacheBytes::default();
     for (i, layer) in spec.layers.iter().enumerate() {
         bytes.add(layout(&usage.cache.layer(spec, i), layer, usage.batch)?.memory_bytes());
     }
-    let room = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
+    let capacity = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
     for rope in &spec.ropes {
         // Sine and cosine of every pair of channels.
-        let table = room.saturating_mul(size_of::<f32>() * rope.rotary_dim());
+        let table = capacity.saturating_mul(size_of::<f32>() * rope.rotary_dim());
         bytes.rope_tables += table;
         bytes.largest_buffer = bytes.largest_buffer.max(table);
     }
     Ok(bytes)
 }
 
-/// The layout of a layer's cache. Where one sequence could have it, the error is about their
+/// Returns the layout of a layer's cache. If one sequence could have it, the error is about their
 /// number.
 fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<CacheLayout> {
     CacheLayout::new(config, layer.cache_shape(batch)).map_err(|error| {
         match batch > 1 && CacheLayout::new(config, layer.cache_shape(1)).is_ok() {
             true => {
                 let rule = format!(
-                    "caches of {} tokens are too large for one buffer of 2^32 elements a layer",
+                    "caches of {} tokens are too large for one buffer of 2^32 elements per layer",
                     config.capacity
                 );
                 Error::argument("batch", batch, rule)
@@ -396,54 +347,4 @@ fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<Cac
             false => error.into(),
         }
     })
-}
-
-/// Bytes in decimal units, as disks and files have them.
-pub fn decimal_size(bytes: u64) -> String {
-    match bytes as f64 {
-        bytes if bytes >= 1e9 => format!("{:.2} GB", bytes / 1e9),
-        bytes => format!("{:.1} MB", bytes / 1e6),
-    }
-}
-
-/// Describes `advice` for a cache of `capacity` tokens.
-fn advice_text(advice: &[Advice], capacity: usize) -> String {
-    let parts = advice.iter().map(|advice| match advice {
-        Advice::Packed(bytes) => {
-            format!("--weights packed (weights take {})", decimal_size(*bytes as u64))
-        }
-        Advice::Context(tokens) => format!("a context of {tokens} tokens"),
-        Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
-        Advice::Int4Head(saved) => {
-            format!("a head in 4 bits ({} less)", decimal_size(*saved as u64))
-        }
-    });
-    parts.collect::<Vec<_>>().join(", or ")
-}
-
-impl fmt::Display for Shortage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { needed, usage, available, source, advice, .. } = self;
-        let bytes = |n: usize| decimal_size(n as u64);
-        let types = self.by_type.iter().map(|(name, n)| format!("{name} {}", bytes(*n)));
-        let capacity = usage.cache.capacity;
-        write!(
-            f,
-            "memory: needs {}, but {source} allows {}: weights {} ({}), the {} cache of {capacity} \
-             tokens",
-            bytes(needed.total()),
-            decimal_size(*available),
-            bytes(needed.weights),
-            types.collect::<Vec<_>>().join(", "),
-            usage.cache,
-        )?;
-        if usage.batch > 1 {
-            write!(f, " for {} sequences", usage.batch)?;
-        }
-        write!(f, " {}, activations {}; ", bytes(needed.cache), bytes(needed.activations))?;
-        if advice.is_empty() {
-            return write!(f, "no shorter context, cheaper cache or head in 4 bits fits");
-        }
-        write!(f, "try {}", advice_text(advice, capacity))
-    }
 }

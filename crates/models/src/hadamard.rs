@@ -1,4 +1,4 @@
-//! A rotation of values that costs nothing: folded into the weights.
+//! Folds the Hadamard transform of values into the weights, so that it costs nothing.
 
 use burn::{
     module::{Module, ModuleMapper, Param},
@@ -6,17 +6,23 @@ use burn::{
 };
 use kv_cubecl::hadamard;
 
-use crate::{LanguageModel, LayerSpec, ModelCacheConfig, Role, Roles};
+use crate::{
+    cache_config::ModelCacheConfig,
+    decoder::{Role, Roles},
+    model::LanguageModel,
+    spec::LayerSpec,
+};
 
 impl LanguageModel {
-    /// The same model with the Hadamard rotation of `config`, if all layers that quantize values have one
-    /// ([`KvCacheConfig::hadamard_values`](kv_cubecl::KvCacheConfig::hadamard_values)), in its weights, and `config`
-    /// without it: the projections give values transformed already, and the output projections take sums of them. Both
-    /// compute what they did, but for rounding, and a step rotates nothing any more.
+    /// Folds the Hadamard transform of `config` into the weights, if all layers that quantize
+    /// values use it
+    /// ([`KvCacheConfig::hadamard_values`](kv_cubecl::KvCacheConfig::hadamard_values)). The
+    /// projections then return transformed values, and the output projections accept sums of them.
+    /// The returned configuration has no transform, and the model computes the same up to rounding.
     ///
-    /// A model whose weights do not allow it is returned as it was, with `config` as it was: one whose layers are
-    /// of different shapes, with packed weights, or with other weights for a layer's values than the rows of a fused
-    /// projection.
+    /// Returns model and configuration unchanged if the weights do not allow it. That is the case
+    /// for layers of different shapes, for packed weights, and for values that are not rows of a
+    /// fused projection.
     #[must_use]
     pub fn fold_hadamard(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
         let layer = self.spec().layers.first().copied();
@@ -26,7 +32,7 @@ impl LanguageModel {
                 (other.n_heads, other.n_kv_heads, other.head_dim)
                     == (layer.n_heads, layer.n_kv_heads, layer.head_dim)
             };
-            // Half of the sum of packed weights and an adapter cannot be transformed.
+            // The transform cannot be applied to the sum of packed weights and an adapter.
             !self.is_adapted()
                 && config.validate(spec).is_ok()
                 && config.layers(spec).any(|cache| cache.uses_hadamard_values())
@@ -47,11 +53,11 @@ impl LanguageModel {
     }
 }
 
-/// Rotates the rows of values of fused projections, and the columns of output projections.
+/// Transforms the rows of values of fused projections, and the columns of output projections.
 struct Fold<'a> {
     roles: &'a Roles,
     layer: LayerSpec,
-    /// Matrices that were transformed.
+    /// The number of transformed matrices.
     projections: usize,
     outputs: usize,
 }
@@ -66,7 +72,7 @@ impl ModuleMapper for Fold<'_> {
                 self.projections += usize::from(D == 2);
                 let first = layer.qkv_rows() - n_values * head_dim;
                 param.map(|tensor| {
-                    // Rows of values as columns, so that their heads are rows of head_dim.
+                    // The transpose makes heads of values rows of head_dim.
                     let dims = tensor.dims();
                     let rows = tensor.reshape([dims[0] as i32, -1]);
                     let values = rows.clone().narrow(0, first, n_values * head_dim);
@@ -87,7 +93,7 @@ impl ModuleMapper for Fold<'_> {
     }
 }
 
-/// Rotates each `head_dim` columns of a matrix.
+/// Transforms every `head_dim` columns of a matrix.
 fn transform_rows(matrix: Tensor<2>, head_dim: usize) -> Tensor<2> {
     let ([rows, columns], dtype) = (matrix.dims(), matrix.dtype());
     let heads = matrix.cast(DType::F32).reshape([1, rows, columns / head_dim, head_dim]);

@@ -1,15 +1,16 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3 and
-//! gpt-oss, read from Hugging Face folders, PyTorch checkpoints and GGUF files by
-//! [`load()`] and written as Hugging Face folders by [`save()`]. A model is not converted for a
-//! quantized cache: every pass says what its cache stores, the same in all layers or, with a
-//! [`ModelCacheConfig`], with some layers in float.
+//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3
+//! and gpt-oss are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
+//! files, and written by [`save()`] as Hugging Face folders. A model is not converted for a
+//! quantized cache. Every pass names the format of its cache, for all layers or, with a
+//! [`ModelCacheConfig`], per layer.
 //!
-//! [`gamerft`] is a world model: frames instead of tokens, and a ring of them as its cache.
+//! [`gamerft`] is a world model. It generates frames instead of tokens, and its cache is a ring of
+//! frames.
 //!
-//! A [`LanguageModel`] is a [`Decoder`] of any type. Models of other crates implement it and
-//! [`Family`], and [`register`] makes them known to [`load()`].
+//! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
+//! [`Family`]; [`register`] makes their families known to [`load()`].
 //!
 //! ```no_run
 //! use burn::tensor::{Device, Int, Tensor};
@@ -36,6 +37,7 @@ mod decoder;
 mod dtype;
 mod erased;
 mod error;
+mod exports;
 mod family;
 pub mod fields;
 mod files;
@@ -53,10 +55,12 @@ pub mod load;
 mod model;
 mod mxfp4;
 pub mod nn;
+mod operation_names;
 mod pass;
 mod registry;
 mod rope_config;
 pub mod save;
+mod shortage;
 pub mod spans;
 mod spec;
 mod stack;
@@ -69,9 +73,7 @@ pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family};
-pub use footprint::{
-    Advice, CacheBytes, Footprint, MemoryLimit, Shortage, Usage, decimal_size, most_that_fits,
-};
+pub use footprint::{CacheBytes, MemoryLimit, Usage, most_that_fits};
 pub use generate::{
     Batch, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps,
     generate, ids_to_tensor,
@@ -88,6 +90,7 @@ pub use nn::{AttentionObserver, AttentionTrace};
 pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
+pub use shortage::{Advice, Footprint, Shortage, decimal_size};
 pub use spec::{LayerSpec, ModelSpec};
 pub use stack::{DecoderConfig, DecoderLayer, DecoderStack, FinalNorm};
 pub use tokenizer::Tokenizer;

@@ -18,7 +18,7 @@ use crate::{
     WeightDtype,
     cache::check_context,
     erased::{self, Change, Erased},
-    nn::AttentionObserver,
+    nn::{AttentionObserver, PackedSize},
     spans::{OPERATION, PASS},
 };
 
@@ -28,36 +28,6 @@ pub struct LanguageModel {
     decoder: Box<dyn Erased>,
     /// Weights that are no parameters.
     packed: PackedSize,
-}
-
-/// How large the weights are that stay packed.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct PackedSize {
-    pub(crate) bytes: usize,
-    pub(crate) numbers: usize,
-    /// Matrices with an adapter.
-    pub(crate) adapters: usize,
-    /// Bytes of each of [`WeightFormat::ALL`].
-    pub(crate) formats: [usize; WeightFormat::ALL.len()],
-}
-
-impl PackedSize {
-    /// Adds numbers that take so many bytes in a format.
-    pub(crate) fn add(&mut self, format: WeightFormat, bytes: usize, numbers: usize) {
-        self.bytes += bytes;
-        self.numbers += numbers;
-        let place = WeightFormat::ALL.iter().position(|other| *other == format);
-        if let Some(place) = place {
-            self.formats[place] += bytes;
-        }
-    }
-
-    fn subtract(&mut self, other: &Self) {
-        self.bytes -= other.bytes;
-        self.numbers -= other.numbers;
-        self.adapters -= other.adapters;
-        self.formats.iter_mut().zip(other.formats).for_each(|(bytes, less)| *bytes -= less);
-    }
 }
 
 impl LanguageModel {

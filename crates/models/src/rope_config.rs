@@ -1,5 +1,5 @@
-//! The rope as configurations describe it: in `config.json`, and in the metadata and tensors of
-//! GGUF files. Families share it.
+//! Rope in configurations: `config.json`, and metadata and tensors of GGUF files. All families
+//! share it.
 
 use std::path::Path;
 
@@ -7,10 +7,14 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    Error, Result, checkpoint::Weights, fields::positive, gguf::Metadata, nn::RopeScaling,
+    checkpoint::Weights,
+    error::{Error, Result},
+    fields::positive,
+    gguf::Metadata,
+    nn::RopeScaling,
 };
 
-/// `rope_parameters`, or the older `rope_scaling`.
+/// The fields of `rope_parameters`, or of the older `rope_scaling`.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct RopeFields {
     #[serde(alias = "type")]
@@ -32,18 +36,15 @@ pub(crate) struct RopeFields {
 }
 
 impl RopeFields {
-    /// `original` is `original_max_position_embeddings` outside of `rope_scaling`, where Phi-3 has
-    /// it.
+    /// Returns the scaling. `original` is `original_max_position_embeddings` outside of
+    /// `rope_scaling`, where Phi-3 has it.
     pub(crate) fn scaling(
         &self,
         path: &Path,
         max_positions: usize,
         original: Option<f64>,
     ) -> Result<RopeScaling> {
-        let field = |name: &str, value: Option<f64>| {
-            let field = format!("rope_scaling.{name}");
-            value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
-        };
+        let field = |name, value| needed(path, name, value);
         match self.rope_type.as_deref().unwrap_or("default") {
             "default" => Ok(RopeScaling::Default),
             "linear" => Ok(RopeScaling::Linear { factor: field("factor", self.factor)? }),
@@ -56,55 +57,12 @@ impl RopeFields {
                     self.original_max_position_embeddings,
                 )?,
             }),
-            "yarn" => {
-                let factor = field("factor", self.factor)?;
-                let original = self.original(path, original)?;
-                Ok(RopeScaling::Yarn {
-                    factor,
-                    beta_fast: self.beta_fast.unwrap_or(32.0),
-                    beta_slow: self.beta_slow.unwrap_or(1.0),
-                    original_max_positions: original as usize,
-                    attention_factor: self.attention_factor.unwrap_or_else(|| {
-                        let gain = |scale: f64| yarn_gain(factor, scale);
-                        match (self.mscale, self.mscale_all_dim) {
-                            (Some(a), Some(b)) if a != 0.0 && b != 0.0 => gain(a) / gain(b),
-                            _ => gain(1.0),
-                        }
-                    }),
-                    truncate: self.truncate.unwrap_or(true),
-                })
-            }
+            "yarn" => self.yarn(field("factor", self.factor)?, self.original(path, original)?),
             // The first Phi-3 models call it "su".
-            "longrope" | "su" => {
-                let factors = |name: &str, factors: &Option<Vec<f32>>| {
-                    let field = format!("rope_scaling.{name}");
-                    let rule = "the rope type needs it";
-                    let missing = || Error::config(path, field, "missing", rule);
-                    factors.clone().ok_or_else(missing)
-                };
-                let short_factors = factors("short_factor", &self.short_factor)?;
-                let long_factors = factors("long_factor", &self.long_factor)?;
-                let original = self.original(path, original)?;
-                // As the transformers library has it, after the paper (arXiv 2402.13753).
-                let factor = self.factor.unwrap_or(max_positions as f64 / original);
-                let attention_factor = match self.attention_factor {
-                    Some(factor) => factor,
-                    None if factor <= 1.0 => 1.0,
-                    None => (1.0 + factor.ln() / original.ln()).sqrt(),
-                };
-                if short_factors == long_factors && attention_factor == 1.0 {
-                    return Ok(RopeScaling::Divisors(long_factors));
-                }
-                Ok(RopeScaling::LongRope {
-                    short_factors,
-                    long_factors,
-                    original_max_positions: original as usize,
-                    attention_factor,
-                })
-            }
+            "longrope" | "su" => self.longrope(path, max_positions, original),
             other => {
                 let why = format!(
-                    "{} asks for it; default, linear, llama3, longrope and yarn are computed",
+                    "{} has it; default, linear, llama3, longrope and yarn are supported",
                     path.display()
                 );
                 Err(Error::unsupported(format!("rope type {other}"), why))
@@ -112,12 +70,53 @@ impl RopeFields {
         }
     }
 
+    fn yarn(&self, factor: f64, original: f64) -> Result<RopeScaling> {
+        let gain = |scale: f64| yarn_gain(factor, scale);
+        let attention_factor =
+            self.attention_factor.unwrap_or_else(|| match (self.mscale, self.mscale_all_dim) {
+                (Some(a), Some(b)) if a != 0.0 && b != 0.0 => gain(a) / gain(b),
+                _ => gain(1.0),
+            });
+        Ok(RopeScaling::Yarn {
+            factor,
+            beta_fast: self.beta_fast.unwrap_or(32.0),
+            beta_slow: self.beta_slow.unwrap_or(1.0),
+            original_max_positions: original as usize,
+            attention_factor,
+            truncate: self.truncate.unwrap_or(true),
+        })
+    }
+
+    fn longrope(
+        &self,
+        path: &Path,
+        max_positions: usize,
+        original: Option<f64>,
+    ) -> Result<RopeScaling> {
+        let short_factors = needed(path, "short_factor", self.short_factor.clone())?;
+        let long_factors = needed(path, "long_factor", self.long_factor.clone())?;
+        let original = self.original(path, original)?;
+        // As in the transformers library, which follows the paper (arXiv 2402.13753).
+        let factor = self.factor.unwrap_or(max_positions as f64 / original);
+        let attention_factor = match self.attention_factor {
+            Some(factor) => factor,
+            None if factor <= 1.0 => 1.0,
+            None => (1.0 + factor.ln() / original.ln()).sqrt(),
+        };
+        if short_factors == long_factors && attention_factor == 1.0 {
+            return Ok(RopeScaling::Divisors(long_factors));
+        }
+        Ok(RopeScaling::LongRope {
+            short_factors,
+            long_factors,
+            original_max_positions: original as usize,
+            attention_factor,
+        })
+    }
+
     fn original(&self, path: &Path, outside: Option<f64>) -> Result<f64> {
         let name = "original_max_position_embeddings";
-        let Some(original) = self.original_max_position_embeddings.or(outside) else {
-            let field = format!("rope_scaling.{name}");
-            return Err(Error::config(path, field, "missing", "the rope type needs it"));
-        };
+        let original = needed(path, name, self.original_max_position_embeddings.or(outside))?;
         if !(1.0..=2_147_483_648.0).contains(&original) {
             let rule = "must be between 1 and 2147483648";
             return Err(Error::config(path, name, original, rule));
@@ -126,12 +125,16 @@ impl RopeFields {
     }
 }
 
-/// What YaRN multiplies sines and cosines with, by its paper (<https://arxiv.org/abs/2309.00071>).
+fn needed<T>(path: &Path, name: &str, value: Option<T>) -> Result<T> {
+    let field = format!("rope_scaling.{name}");
+    value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
+}
+
+/// Returns YaRN's factor of sines and cosines (<https://arxiv.org/abs/2309.00071>).
 fn yarn_gain(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
 
-/// Checks the numbers of a scaling of `rotary_dim` channels.
 pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Result<()> {
     match scaling {
         RopeScaling::Default => Ok(()),
@@ -142,20 +145,11 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             high_freq_factor,
             original_max_positions,
         } => {
-            for (field, value) in [
-                ("factor", factor),
-                ("low_freq_factor", low_freq_factor),
-                ("high_freq_factor", high_freq_factor),
-                ("original_max_position_embeddings", original_max_positions),
-            ] {
-                positive(path, &format!("rope_scaling.{field}"), value)?;
-            }
-            if high_freq_factor <= low_freq_factor {
-                let rule = format!("must be above low_freq_factor {low_freq_factor}");
-                let field = "rope_scaling.high_freq_factor";
-                return Err(Error::config(path, field, high_freq_factor, rule));
-            }
-            Ok(())
+            let (low, high) =
+                (("low_freq_factor", low_freq_factor), ("high_freq_factor", high_freq_factor));
+            let original = ("original_max_position_embeddings", original_max_positions);
+            all_positive(path, &[("factor", factor), low, high, original])?;
+            above(path, high, low)
         }
         RopeScaling::LongRope {
             short_factors,
@@ -166,11 +160,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             for (field, factors) in [("short_factor", short_factors), ("long_factor", long_factors)]
             {
                 let field = format!("rope_scaling.{field}");
-                if factors.len() != rotary_dim / 2 {
-                    let field = format!("length of {field}");
-                    let rule = format!("must be one per pair of rotary_dim {}", rotary_dim);
-                    return Err(Error::config(path, field, factors.len(), rule));
-                }
+                one_per_pair(path, format!("length of {field}"), factors, rotary_dim)?;
                 factors.iter().try_for_each(|&x| positive(path, &field, x.into()))?;
             }
             let original = *original_max_positions as f64;
@@ -185,32 +175,41 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             attention_factor,
             ..
         } => {
-            for (field, value) in [
-                ("factor", factor),
-                ("beta_fast", beta_fast),
-                ("beta_slow", beta_slow),
-                ("original_max_position_embeddings", original_max_positions as f64),
-                ("attention_factor", attention_factor),
-            ] {
-                positive(path, &format!("rope_scaling.{field}"), value)?;
-            }
-            if beta_fast <= beta_slow {
-                let rule = format!("must be above beta_slow {beta_slow}");
-                return Err(Error::config(path, "rope_scaling.beta_fast", beta_fast, rule));
-            }
-            Ok(())
+            let (fast, slow) = (("beta_fast", beta_fast), ("beta_slow", beta_slow));
+            let original = ("original_max_position_embeddings", original_max_positions as f64);
+            let attention_factor = ("attention_factor", attention_factor);
+            all_positive(path, &[("factor", factor), fast, slow, original, attention_factor])?;
+            above(path, fast, slow)
         }
         RopeScaling::Divisors(divisors) => {
-            if divisors.len() != rotary_dim / 2 {
-                let rule = format!("must be one per pair of rotary_dim {}", rotary_dim);
-                let field = "number of rope_scaling divisors";
-                return Err(Error::config(path, field, divisors.len(), rule));
-            }
+            one_per_pair(path, "number of rope_scaling divisors".into(), divisors, rotary_dim)?;
             divisors
                 .iter()
                 .try_for_each(|&divisor| positive(path, "rope_scaling divisor", divisor.into()))
         }
     }
+}
+
+fn all_positive(path: &Path, fields: &[(&str, f64)]) -> Result<()> {
+    let check =
+        |(field, value): &(&str, f64)| positive(path, &format!("rope_scaling.{field}"), *value);
+    fields.iter().try_for_each(check)
+}
+
+fn above(path: &Path, (field, value): (&str, f64), (other, least): (&str, f64)) -> Result<()> {
+    if value <= least {
+        let rule = format!("must be above {other} {least}");
+        return Err(Error::config(path, format!("rope_scaling.{field}"), value, rule));
+    }
+    Ok(())
+}
+
+fn one_per_pair(path: &Path, field: String, values: &[f32], rotary_dim: usize) -> Result<()> {
+    if values.len() != rotary_dim / 2 {
+        let rule = format!("must be one per pair of rotary_dim {rotary_dim}");
+        return Err(Error::config(path, field, values.len(), rule));
+    }
+    Ok(())
 }
 
 /// Adds a note if the rope frequencies of `scaling` depend on the capacity of the cache.
@@ -224,14 +223,14 @@ pub(crate) fn note_longrope(
         && original_max_positions < max_positions
     {
         notes.push(format!(
-            "{}: longrope: a cache with room for more than {original_max_positions} tokens takes the \
+            "{}: longrope: a cache for more than {original_max_positions} tokens uses the \
              frequencies of long contexts from its first token on",
             path.display()
         ));
     }
 }
 
-/// `rope_scaling` of `config.json`, for a model of so many positions.
+/// Returns `rope_scaling` of `config.json` for a model of `max_positions`.
 pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     match scaling {
         RopeScaling::Default => Value::Null,
@@ -261,8 +260,8 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
             "factor": max_positions as f64 / *original_max_positions as f64,
             "original_max_position_embeddings": original_max_positions,
         }),
-        // `longrope` with the same factors for short and long contexts and without scaling of
-        // attention does nothing but divide the frequencies.
+        // `longrope` with equal factors for short and long contexts and without scaling of
+        // attention only divides the frequencies.
         RopeScaling::Divisors(divisors) => json!({
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -290,12 +289,11 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     }
 }
 
-/// A number of positions is written without a fraction where it has none.
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
 }
 
-/// The scaling in a GGUF file. Takes the tensors of the rope out of `weights`.
+/// Returns the scaling in a GGUF file. Takes the rope tensors from `weights`.
 pub(crate) fn from_gguf(
     metadata: &Metadata<'_>,
     rotary_dim: usize,
@@ -336,6 +334,11 @@ pub(crate) fn from_gguf(
             return Err(Error::MissingTensor { path: metadata.path().into(), tensor: long });
         }
     }
+    scaling_of_metadata(metadata, context_length)
+}
+
+/// Returns the scaling that the metadata of a GGUF file names.
+fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result<RopeScaling> {
     let factor = match metadata.float("rope.scaling.factor")? {
         Some(factor) => Some(factor),
         None => metadata.float("rope.scale_linear")?,
@@ -358,7 +361,7 @@ pub(crate) fn from_gguf(
                 beta_fast: float("yarn_beta_fast", 32.0)?,
                 beta_slow: float("yarn_beta_slow", 1.0)?,
                 original_max_positions: original.unwrap_or(context_length),
-                // llama.cpp multiplies the factor of the file, if there is one, by this.
+                // llama.cpp multiplies the optional factor of the file by this.
                 attention_factor: float("attn_factor", 1.0)? * yarn_gain(factor, 1.0),
                 truncate: true,
             })
@@ -366,7 +369,7 @@ pub(crate) fn from_gguf(
         (other, _) => {
             let why = format!(
                 "{} has rope.scaling.type {other}; none, linear, yarn, llama3 (by rope_freqs) and \
-                 longrope (by rope_factors) are computed",
+                 longrope (by rope_factors) are supported",
                 metadata.path().display()
             );
             Err(Error::unsupported(format!("rope type {other}"), why))

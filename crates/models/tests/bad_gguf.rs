@@ -1,4 +1,4 @@
-//! GGUF files that are wrong give one clear line and no panic.
+//! Invalid GGUF files give one clear line and no panic.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -15,7 +15,7 @@ use kv_models::{LoadOptions, kv_weights::Activations, load, load_with};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::Dtype;
 
-/// A tiny GGUF file with a vocabulary and every kind of metadata value.
+/// Writes a tiny GGUF file with a vocabulary and every kind of metadata value.
 fn tiny_gguf(folder: &Path) -> PathBuf {
     let file = folder.join("tiny.gguf");
     let strings = |n: usize| Value::Array((0..n).map(|i| Value::String(format!("t{i}"))).collect());
@@ -48,7 +48,7 @@ fn truncated_gguf_at_any_byte() {
 }
 
 /// Loads `path` with `n` random patches of the first `header_len` bytes of `file`, one at a time;
-/// returns how many failed.
+/// returns how many loads failed.
 fn mutate(path: &Path, file: &Path, header_len: usize, n: usize) -> usize {
     mutate_with(path, file, header_len, n, LoadOptions::default())
 }
@@ -92,7 +92,7 @@ fn mutate_with(
     n_failed
 }
 
-/// Weights that stay packed in 16 bits, in both kinds of files, whole and cut off.
+/// Packed weights in 16 bits, in both kinds of files, whole and truncated.
 #[test]
 fn mutated_files_of_16_bits_never_panic() {
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
@@ -119,7 +119,7 @@ fn mutated_gguf_never_panics() {
     let n_failed = mutate(&path, &path, 14_000, 1500);
     assert!(n_failed > 100, "mutations must matter, {n_failed} failed");
 
-    // The parts of a split file: their headers are short, most of their bytes matter.
+    // The headers of parts of a split file are short, and most of their bytes matter.
     let (_folder, [first, second, third]) = split_gguf();
     for (named, file, header_len) in [
         (&first, &first, 1200),
@@ -132,7 +132,7 @@ fn mutated_gguf_never_panics() {
     }
 }
 
-/// The split GGUF file of the fixtures in a folder of its own.
+/// Copies the split GGUF file of the fixtures to a folder.
 fn split_gguf() -> (tempfile::TempDir, [PathBuf; 3]) {
     let folder = copy(&fixture("gguf-types"));
     let files = [1, 2, 3].map(|i| folder.path().join(format!("split-0000{i}-of-00003.gguf")));
@@ -140,7 +140,7 @@ fn split_gguf() -> (tempfile::TempDir, [PathBuf; 3]) {
 }
 
 #[test]
-fn split_gguf_that_is_not_whole_is_named() {
+fn incomplete_split_gguf_is_named() {
     let (_folder, [first, second, third]) = split_gguf();
     let bytes = fs::read(&second).unwrap();
     fs::remove_file(&second).unwrap();
@@ -158,11 +158,11 @@ fn split_gguf_that_is_not_whole_is_named() {
     fs::write(&second, &bytes).unwrap();
     load(&first, &device()).unwrap();
 
-    // Under a name that does not say which part it is, the others cannot be found.
+    // Without the number of the part in its name, the others cannot be found.
     let renamed = first.with_file_name("model.gguf");
     fs::copy(&first, &renamed).unwrap();
     assert_contains(&failure(&renamed), &["split.count = 3", "-00001-of-00003.gguf"]);
-    // A part that counts more tensors than all parts hold.
+    // A part that counts more tensors than all parts have.
     let key = b"split.tensors.count";
     let mut fewer = fs::read(&third).unwrap();
     let at = fewer.windows(key.len()).position(|w| w == key).unwrap() + key.len() + 4;
@@ -217,8 +217,8 @@ fn unknown_ggml_types_are_named() {
     );
 }
 
-/// The place of the offset of a tensor with two dimensions: after name, u32 n_dims, two u64 dims
-/// and u32 type.
+/// Returns the position of the offset of a tensor with two dimensions: after name, u32 n_dims, two
+/// u64 dims and u32 type.
 fn offset_of(bytes: &[u8], tensor: &str) -> usize {
     let name = [&(tensor.len() as u64).to_le_bytes()[..], tensor.as_bytes()].concat();
     let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
@@ -248,7 +248,7 @@ fn overlapping_tensors_are_named() {
 }
 
 #[test]
-fn values_of_wrong_types_are_shown_as_the_file_has_them() {
+fn values_of_wrong_types_are_quoted() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("wrong.gguf");
     let cases = [

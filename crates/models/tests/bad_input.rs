@@ -1,4 +1,4 @@
-//! Files and requests that are wrong give one clear line and no panic.
+//! Invalid files and requests give one clear line and no panic.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -18,7 +18,7 @@ use serde_json::{Value as Json, json};
 type Change = fn(&mut Json);
 
 #[test]
-fn nothing_there() {
+fn missing_files_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("no-such-model.gguf");
     assert_contains(&failure(&missing), &["no-such-model.gguf: not found"]);
@@ -30,9 +30,9 @@ fn nothing_there() {
     );
 }
 
-/// Fields that may have one of several forms: the error says which, in no language but English.
+/// The error of a field with several forms lists them, without names of Rust types.
 #[test]
-fn fields_of_several_forms_say_what_they_may_be() {
+fn fields_with_several_forms_list_them() {
     for value in [json!("</s>"), json!(-1), json!(2.5), json!([1, "</s>"]), json!({"id": 2})] {
         let folder = with_config("llama-tiny", |c| c["eos_token_id"] = value);
         let message = failure(folder.path());
@@ -192,7 +192,7 @@ fn wrong_tensors_are_named() {
 }
 
 #[test]
-fn tensors_that_no_part_of_the_model_takes_are_named() {
+fn leftover_tensors_are_named() {
     let vector = |name: &str, len: usize| (name.to_string(), vec![len], vec![0.25; len]);
     let extra = |t: &mut Vec<Named>| {
         t.push(vector("model.layers.0.self_attn.q_proj.bias", 96));
@@ -207,7 +207,7 @@ fn tensors_that_no_part_of_the_model_takes_are_named() {
             "model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_norm.weight",
         ],
     );
-    // One layer fewer than there are, and a head where the configuration says there is none.
+    // One layer fewer than in the file, and a head although the configuration has none.
     let fewer = with_config("llama-tiny", |c| c["num_hidden_layers"] = json!(1));
     let message = load(fewer.path(), &device()).unwrap_err().to_string();
     assert_contains(
@@ -224,7 +224,7 @@ fn tensors_that_no_part_of_the_model_takes_are_named() {
         let message = load(other.path(), &device()).unwrap_err().to_string();
         assert_contains(&message, &["1 tensor ", head]);
     }
-    // The same tensor twice, with the prefix and without it.
+    // The same tensor with and without the prefix.
     let twice = with_tensors("llama-tiny", |t| t.push(vector("norm.weight", 96)));
     let message = load(twice.path(), &device()).unwrap_err().to_string();
     assert_contains(&message, &["norm.weight", "twice"]);
@@ -241,7 +241,7 @@ fn tensors_that_no_part_of_the_model_takes_are_named() {
 }
 
 #[test]
-fn tensors_that_say_nothing_new_are_left() {
+fn redundant_tensors_are_ignored() {
     let constant = |name: &str, shape: &[usize]| {
         (name.to_string(), shape.to_vec(), vec![1.0; shape.iter().product()])
     };
@@ -306,7 +306,7 @@ fn missing_shards_are_named() {
 }
 
 #[test]
-fn a_context_beyond_the_limits_leaves_the_cache_as_it_was() {
+fn a_context_beyond_the_limits_leaves_the_cache_unchanged() {
     let device = device();
     let folder = tiny("llama-tiny");
     let ids = expected(&folder, &device).ids;
@@ -321,7 +321,7 @@ fn a_context_beyond_the_limits_leaves_the_cache_as_it_was() {
     assert!(batch.to_string().contains("batch = 1"), "{batch}");
     assert_eq!(cache.len(), 40);
 
-    // The refused calls left no trace: the next step is what it would have been.
+    // The rejected calls changed nothing: the next step is the same as without them.
     let next = model.step(ids.clone().narrow(1, 40, 5), &mut cache).unwrap();
     let forward = model.forward(ids.clone().narrow(1, 0, 45), config).unwrap();
     assert!(common::max_difference(next, forward.narrow(1, 40, 5)) < 1e-5);

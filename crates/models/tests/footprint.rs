@@ -1,4 +1,5 @@
-//! What a model takes is known before it is loaded, and a model that does not fit is refused then.
+//! The sizes of a model are known before it is loaded, and a model that does not fit is rejected
+//! then.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -16,7 +17,7 @@ use safetensors::Dtype;
 
 /// Records the events of a load.
 #[derive(Default)]
-struct Told {
+struct Events {
     needed: Option<Footprint>,
     weights: WeightBytes,
     read: usize,
@@ -25,19 +26,19 @@ struct Told {
 struct Watch {
     usage: Usage,
     limit: MemoryLimit,
-    told: Rc<RefCell<Told>>,
+    events: Rc<RefCell<Events>>,
 }
 
 impl LoadObserver for Watch {
     fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
-        let mut told = self.told.borrow_mut();
-        (told.needed, told.weights) =
+        let mut events = self.events.borrow_mut();
+        (events.needed, events.weights) =
             (Some(planned.footprint(&self.usage)?), planned.weights.clone());
         planned.check(&self.usage, &self.limit)
     }
 
     fn read(&mut self, bytes: usize) {
-        self.told.borrow_mut().read += bytes;
+        self.events.borrow_mut().read += bytes;
     }
 }
 
@@ -50,16 +51,16 @@ fn watched(
     options: LoadOptions,
     usage: Usage,
     limit: MemoryLimit,
-) -> (Result<Loaded>, Told) {
-    let told = Rc::<RefCell<Told>>::default();
-    let watch = Watch { usage, limit, told: told.clone() };
+) -> (Result<Loaded>, Events) {
+    let events = Rc::<RefCell<Events>>::default();
+    let watch = Watch { usage, limit, events: events.clone() };
     let loaded = load_observed(path, &device(), options, watch);
-    (loaded, Rc::into_inner(told).unwrap().into_inner())
+    (loaded, Rc::into_inner(events).unwrap().into_inner())
 }
 
-/// Whatever the family, the file and the type that weights are kept in.
+/// Covers all families, files and types of weights.
 #[test]
-fn what_is_planned_is_what_is_there() {
+fn planned_sizes_match_allocated_ones() {
     let scratch = tempfile::tempdir().unwrap();
     let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
     for name in TINY {
@@ -78,30 +79,30 @@ fn what_is_planned_is_what_is_there() {
         ] {
             let at = format!("{} {options:?}", path.display());
             let usage = float(48).with_batch(3);
-            let (loaded, told) = watched(path, options, usage.clone(), MemoryLimit::default());
+            let (loaded, events) = watched(path, options, usage.clone(), MemoryLimit::default());
             let model = loaded.unwrap().model;
-            assert_eq!(told.weights.total(), model.weight_bytes(), "{at}: {:?}", told.weights);
-            // The tables of the rotary encoding are no part of what a cache counts.
+            assert_eq!(events.weights.total(), model.weight_bytes(), "{at}: {:?}", events.weights);
+            // A cache does not count its rope tables.
             let cache = model.new_cache(&usage.cache, 3, &device()).unwrap().memory_bytes().total();
             let tables: usize =
                 model.spec().ropes.iter().map(|rope| 48 * 4 * rope.rotary_dim()).sum();
-            let needed = told.needed.unwrap();
+            let needed = events.needed.unwrap();
             assert_eq!(needed.cache, cache + tables, "{at}");
             assert!(needed.activations > 0);
             assert_eq!(
-                told.read, told.weights.in_files,
+                events.read, events.weights.in_files,
                 "{at}: all bytes of the files are reported as read"
             );
             let [rows, columns] = model.decoder().head_weight().dims();
-            assert_eq!(told.weights.head.1, rows * columns, "{at}");
+            assert_eq!(events.weights.head.1, rows * columns, "{at}");
         }
     }
 }
 
-/// A configuration alone gives what its files give: the importers ask for the tensors that are
-/// there.
+/// A configuration alone gives the same sizes as the files, because importers request exactly the
+/// existing tensors.
 #[test]
-fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
+fn a_configuration_alone_gives_the_outline_of_its_files() {
     let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
     let bf16 = LoadOptions::default().with_dtype(WeightDtype::Bf16);
     let alone = tempfile::tempdir().unwrap();
@@ -121,14 +122,14 @@ fn an_outline_by_the_configuration_alone_is_that_of_the_files() {
                 assert_eq!(found.weights.head, whole.weights.head, "{name}");
             }
         }
-        // The file says the type; a folder without weights is its configuration.
+        // The file names the type; a folder without weights is its configuration.
         let found = outline(alone.path(), &device(), packed).unwrap();
         assert_eq!(found.weights, outline(&config, &device(), packed).unwrap().weights);
     }
 }
 
-/// A pass has no more tokens than the caches hold and no fewer than a step, for one usage as in the
-/// search for others.
+/// A pass has at most as many tokens as the caches and at least as many as a step, for one use as
+/// well as in searches for others.
 #[test]
 fn a_pass_is_bounded_by_the_caches_and_by_a_step() {
     let outline = outline(tiny("llama-tiny"), &device(), LoadOptions::default()).unwrap();
@@ -151,9 +152,10 @@ fn a_pass_is_bounded_by_the_caches_and_by_a_step() {
     }
 }
 
-/// A part of a layer's cache that no buffer holds is refused with the context that one does.
+/// A part of a layer's cache that exceeds a buffer is rejected, with advice for a context that
+/// fits.
 #[test]
-fn a_cache_that_no_buffer_holds_is_refused() {
+fn a_cache_beyond_a_buffer_is_rejected() {
     let path = tiny("llama-tiny");
     let load = |capacity, most| {
         let limit = MemoryLimit::new(None, "").with_buffer(Some(most));
@@ -162,19 +164,19 @@ fn a_cache_that_no_buffer_holds_is_refused() {
     let spec = load(8, u64::MAX).0.unwrap().model.spec().clone();
     let layer = spec.layers[0];
     let row = layer.n_kv_heads * (layer.head_dim.keys + layer.head_dim.values) * 4;
-    // Larger than every matrix.
+    // The cache is larger than every matrix.
     let most = 500 * row as u64;
-    let (_, told) = load(8, most);
-    assert!(told.weights.largest.1 as u64 <= most, "{:?}", told.weights.largest);
+    let (_, events) = load(8, most);
+    assert!(events.weights.largest.1 as u64 <= most, "{:?}", events.weights.largest);
     assert!(load(500, most).0.is_ok());
-    let (refused, told) = load(501, most);
+    let (refused, events) = load(501, most);
     let text = refused.unwrap_err().to_string();
     for part in
         ["float cache of 501 tokens", "the device allows at most", "a context of 500 tokens"]
     {
         assert!(text.contains(part), "{part} in {text}");
     }
-    assert_eq!(told.read, 0);
+    assert_eq!(events.read, 0);
 }
 
 fn shortage(error: Error) -> Shortage {
@@ -184,24 +186,26 @@ fn shortage(error: Error) -> Shortage {
     }
 }
 
-/// Refused before the first tensor is read, with everything that would help and nothing that would
-/// not.
+/// The model is rejected before the first tensor is read, with all advice that helps and no other.
 #[test]
-fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
+fn a_model_that_does_not_fit_is_rejected_with_valid_advice() {
     let path = tiny("llama-tiny");
     let load = |usage: &Usage, bytes: usize| {
         let limit = MemoryLimit::new(Some(bytes as u64), "a test");
-        let (loaded, told) = watched(&path, LoadOptions::default(), usage.clone(), limit);
-        assert!(loaded.is_ok() || told.read == 0, "nothing may be read of a model that is refused");
-        (loaded.map(drop), told.needed.unwrap())
+        let (loaded, events) = watched(&path, LoadOptions::default(), usage.clone(), limit);
+        assert!(
+            loaded.is_ok() || events.read == 0,
+            "nothing may be read of a model that is refused"
+        );
+        (loaded.map(drop), events.needed.unwrap())
     };
     let config = "float-g16-r32".parse::<KvCacheConfig>().unwrap().with_capacity(512);
-    // With prompts passed token by token, nearly all that depends on the length is the cache.
+    // With one token per pass, nearly everything that depends on the length is the cache.
     let usage = Usage::new(config).with_pass(1);
     let (_, needed) = load(&usage, usize::MAX);
     assert!(load(&usage, needed.total()).0.is_ok(), "exactly as much as is needed");
 
-    // A little is missing: fewer tokens fit, and so do cheaper caches.
+    // A little memory is missing, so fewer tokens and cheaper caches fit.
     let short = needed.total() - needed.cache / 8;
     let found = shortage(load(&usage, short).0.unwrap_err());
     let [Advice::Context(tokens), Advice::Cache(cache), ..] = &found.advice[..] else {
@@ -214,14 +218,14 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
     assert!(load(&of(*tokens), short).0.is_ok(), "{tokens} tokens do not fit");
     assert!(load(&of(tokens + 1), short).0.is_err(), "more than {tokens} tokens fit");
 
-    // Room for the cheapest cache alone: those that are dearer are not advised.
+    // Only the cheapest cache fits, so larger ones are not advised.
     let config = "k2v2-g16-r32".parse::<KvCacheConfig>().unwrap().with_capacity(512);
     let (_, cheapest) = load(&Usage::new(config).with_pass(1), usize::MAX);
     let found = shortage(load(&usage, cheapest.total()).0.unwrap_err());
     let cheapest = Advice::Cache("k2v2-g16-r32".into());
     assert!(found.advice.contains(&cheapest), "{:?}", found.advice);
 
-    // Not even the weights fit, but for the head in fewer bits.
+    // The weights fit only with a smaller head.
     let head = load(&usage, usize::MAX).1;
     let found = shortage(load(&float(1), head.weights - 1000).0.unwrap_err());
     assert!(matches!(found.advice[..], [Advice::Int4Head(_)]), "{:?}", found.advice);
@@ -251,22 +255,22 @@ fn a_model_that_does_not_fit_is_refused_with_advice_that_holds() {
 }
 
 #[test]
-fn a_tensor_that_no_buffer_holds_is_named() {
+fn a_tensor_beyond_a_buffer_is_named() {
     let limit = MemoryLimit::new(None, "").with_buffer(Some(1 << 10));
-    let (loaded, told) =
+    let (loaded, events) =
         watched(&fixture("gguf-types").join("types.gguf"), LoadOptions::default(), float(8), limit);
     let text = loaded.unwrap_err().to_string();
-    let (name, _) = &told.weights.largest;
+    let (name, _) = &events.weights.largest;
     assert!(
         text.contains(&format!("tensor {name} of ")) && text.contains("at most 0.0 MB"),
         "{text}"
     );
-    assert_eq!(told.read, 0);
+    assert_eq!(events.read, 0);
 }
 
-/// Packed matrices become several buffers; a row of them has to fit one.
+/// Packed matrices are divided into several buffers, but each row must fit one.
 #[test]
-fn what_can_be_split_is_no_tensor_that_no_buffer_holds() {
+fn divisible_tensors_may_exceed_a_buffer() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
     write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q4_0, &[]);
@@ -275,7 +279,7 @@ fn what_can_be_split_is_no_tensor_that_no_buffer_holds() {
         let limit = MemoryLimit::new(None, "").with_buffer(Some(most));
         watched(&file, options.with_largest_buffer(Some(most)), float(1), limit).0
     };
-    // The vectors are 96 numbers in f32.
+    // The vectors have 96 numbers in f32.
     assert!(load(options, 4 * 96).is_ok());
     let text = load(options, 4 * 95).unwrap_err().to_string();
     assert!(text.contains("norm.weight of 0.0 MB: the device allows buffers"), "{text}");
@@ -283,13 +287,13 @@ fn what_can_be_split_is_no_tensor_that_no_buffer_holds() {
     assert!(text.contains("tensor token_embd.weight of"), "{text}");
 }
 
-/// A cache that does not fit the model is that error, not one of memory.
+/// A cache that does not fit the model gives that error, not one about memory.
 #[test]
-fn a_cache_that_does_not_fit_the_model_is_refused_before_the_load() {
+fn a_cache_that_does_not_fit_the_model_is_rejected_before_the_load() {
     let usage = Usage::new("k4v4-g64".parse::<KvCacheConfig>().unwrap().with_capacity(512));
     let limit = MemoryLimit::new(Some(1), "a test");
-    let (loaded, told) = watched(&tiny("llama-tiny"), LoadOptions::default(), usage, limit);
+    let (loaded, events) = watched(&tiny("llama-tiny"), LoadOptions::default(), usage, limit);
     let text = loaded.unwrap_err().to_string();
     assert!(text.contains("group_size"), "{text}");
-    assert_eq!(told.read, 0);
+    assert_eq!(events.read, 0);
 }

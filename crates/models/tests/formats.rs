@@ -1,4 +1,4 @@
-//! Models in several files, and in every block type of GGUF.
+//! Models in several files and with every GGUF block type.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -27,7 +27,7 @@ fn llama(path: &Path) -> Llama {
     load(path, &device()).unwrap().model.downcast().unwrap()
 }
 
-/// The weights that `types.gguf` holds in blocks, under their GGUF names.
+/// Returns the weights that `types.gguf` stores as blocks, under their GGUF names.
 fn restored(model: &Llama) -> BTreeMap<String, Vec<f32>> {
     let values = |tensor: Tensor<2>| tensor.into_data().try_to_vec::<f32>().unwrap();
     let mut all = BTreeMap::from([
@@ -119,7 +119,7 @@ fn check(path: &Path, folder: &Path, tolerance: f32) {
     assert!(worst <= tolerance, "{}: {worst} > {tolerance}", path.display());
 }
 
-/// Rewrites the weights as two shards of another float type; returns their names.
+/// Rewrites the weights as two shards of another float type and returns their names.
 fn shard(folder: &Path, dtype: Dtype) -> [String; 2] {
     let tensors = read_tensors(&folder.join("model.safetensors"));
     fs::remove_file(folder.join("model.safetensors")).unwrap();
@@ -161,7 +161,7 @@ fn shards_load_by_the_folder_or_any_of_them() {
                 check(path, &tiny("llama3-rope-tiny"), tolerance);
             }
         }
-        // The model is named by what the names of its shards have in common.
+        // The model's name is the common prefix of its shards.
         assert_eq!(load(&files[1], &device()).unwrap().name, "model");
     }
     let folder = fixture("pytorch-shards");
@@ -170,14 +170,13 @@ fn shards_load_by_the_folder_or_any_of_them() {
     }
 }
 
-/// Root of the mean square of the difference.
 fn rms(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
     (a.clone() - b.clone()).powi_scalar(2).mean().into_scalar::<f32>().sqrt()
 }
 
-/// Writes the Llama in `folder` with each of `types` and compares its logits with `logits`: the
-/// difference must be a small share of the least difference that leaving out a layer makes. `types`
-/// gives that share, one and a half times what was measured.
+/// Writes the Llama in `folder` with each of `types` and compares its logits with `logits`. The
+/// difference must be a small share of the least difference caused by a missing layer. `types`
+/// gives that share, 1.5x the measured one.
 fn compare_with_a_missing_layer(
     folder: &Path,
     ids: &Tensor<2, Int>,
@@ -201,7 +200,7 @@ fn compare_with_a_missing_layer(
         let file = scratch.path().join(format!("{dtype:?}.gguf"));
         write_gguf(folder, &file, dtype, &[]);
         let of_layer = changed(llama(&file)) / layer;
-        // A far smaller difference would mean that another type was written than asked for.
+        // A much smaller difference would mean that another type was written.
         if !(share / 3.0..=share).contains(&of_layer) {
             wrong.push((dtype, of_layer, share));
         }

@@ -1,4 +1,4 @@
-//! Arrays of a GGUF file that nothing needs take no memory, whatever their size.
+//! Unused arrays of a GGUF file take no memory, whatever their size.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -23,22 +23,22 @@ static MOST: AtomicUsize = AtomicUsize::new(0);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         MOST.fetch_max(HELD.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: as the caller says.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as the caller says.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.dealloc(at, layout) }
     }
 }
 
-/// The most bytes that are allocated at once beyond those that are there before.
+/// Returns the peak of bytes allocated by `work`.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.load(Relaxed);
     MOST.store(before, Relaxed);
@@ -46,17 +46,15 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, MOST.load(Relaxed) - before)
 }
 
-/// Bytes of the large arrays.
 const LARGE: usize = 96 << 20;
 
-/// Writes `gguf` with one more value, an array of type `kind` of as many copies of `item` as fill
-/// 96 MiB. The length of what is added is a multiple of the alignment, so that tensors stay where
-/// offsets say.
+/// Writes `gguf` with one more value, an array of type `kind` that fills 96 MiB with copies of
+/// `item`. Its length is a multiple of the alignment, so that offsets of tensors stay valid.
 fn with_array(gguf: &[u8], to: &Path, name: &str, kind: u32, item: &[u8]) {
     let n = LARGE / item.len();
     let fixed = 8 + 4 + 4 + 8 + n * item.len();
     let key_len = name.len() + (fixed + name.len()).next_multiple_of(32) - (fixed + name.len());
-    // The name, and as many underscores as are missing.
+    // The name is padded with underscores.
     let key = format!("{name:_<key_len$}");
     let count = u64::from_le_bytes(gguf[16..24].try_into().unwrap());
     let mut file = File::create(to).unwrap();
@@ -77,7 +75,7 @@ fn with_array(gguf: &[u8], to: &Path, name: &str, kind: u32, item: &[u8]) {
 }
 
 #[test]
-fn arrays_that_nothing_asks_for_take_no_memory() {
+fn unused_arrays_take_no_memory() {
     let folder = tempfile::tempdir().unwrap();
     let small = folder.path().join("small.gguf");
     let tokens = (0..256).map(|i| Value::String(format!("t{i}"))).collect();
@@ -90,7 +88,7 @@ fn arrays_that_nothing_asks_for_take_no_memory() {
     write_gguf(&tiny("llama-tiny"), &small, GgmlDType::Q8_0, &extra);
     let gguf = fs::read(&small).unwrap();
     let large = folder.path().join("large.gguf");
-    // What is made once, such as threads, is not counted.
+    // The first load creates threads and other things that are not counted.
     load(&small, &device()).unwrap();
     let (_, usual) = peak(|| load(&small, &device()).unwrap());
     assert!(usual > 1 << 16, "the counter counts: {usual}");
@@ -107,17 +105,17 @@ fn arrays_that_nothing_asks_for_take_no_memory() {
         ("empty arrays", 9, &empty_array),
     ];
     for (name, kind, item) in cases {
-        // Of the architecture, of the vocabulary, and of nothing known.
+        // A key of the architecture, a key of the vocabulary, and an unknown key.
         for key in ["x.of_nothing", "llama.of_nothing", "tokenizer.ggml.of_nothing"] {
             with_array(&gguf, &large, key, kind, item);
             let (loaded, most) = peak(|| load(&large, &device()));
             loaded.unwrap();
-            // The order of what threads do together may differ.
+            // The order of operations in several threads may differ.
             assert!(most < usual + (1 << 20), "{name}, {key}: {most} bytes, not {usual}");
         }
     }
 
-    // An array where one value belongs, and one of a wrong length: a line of error that does not
+    // An array instead of a single value, and an array of the wrong length: the error does not
     // repeat it.
     for (key, parts) in [
         ("general.alignment", ["general.alignment = an array of", "multiple of 8"]),
@@ -125,7 +123,7 @@ fn arrays_that_nothing_asks_for_take_no_memory() {
         ("llama.block_count", ["llama.block_count = an array of", "unsigned integer"]),
     ] {
         // A later value replaces an earlier one, and the name is not padded, so the small file's
-        // key goes first.
+        // key is renamed.
         let renamed = renamed(&gguf, key);
         exact_key(&renamed, &large, key);
         let (error, most) = peak(|| load(&large, &device()).unwrap_err().to_string());
@@ -135,7 +133,7 @@ fn arrays_that_nothing_asks_for_take_no_memory() {
     }
 }
 
-/// `gguf` with a letter of a key changed, so that nothing has the key's name.
+/// Returns `gguf` with one letter of a key changed, so that no key has that name.
 fn renamed(gguf: &[u8], key: &str) -> Vec<u8> {
     let mut bytes = gguf.to_vec();
     if let Some(at) = bytes.windows(key.len()).position(|window| window == key.as_bytes()) {
@@ -144,7 +142,7 @@ fn renamed(gguf: &[u8], key: &str) -> Vec<u8> {
     bytes
 }
 
-/// [`with_array`] of bytes under exactly this name; tensors need not be where they were.
+/// Writes an array of bytes as [`with_array`] does, but with an exact name; tensors may move.
 fn exact_key(gguf: &[u8], to: &Path, key: &str) {
     let count = u64::from_le_bytes(gguf[16..24].try_into().unwrap());
     let mut file = File::create(to).unwrap();

@@ -1,4 +1,4 @@
-//! Models whose matrices stay in the blocks of their file compute what restored ones do.
+//! Models with packed matrices compute the same as restored ones.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -24,7 +24,7 @@ fn read(path: &Path, packed: Option<Activations>) -> Loaded {
     load_with(path, &device(), LoadOptions::default().with_packed(packed)).unwrap()
 }
 
-/// The file's model with restored weights and with packed ones, and what is said of the latter.
+/// Loads the file with restored and with packed weights, and returns the notes of the latter.
 fn both(path: &Path, activations: Activations) -> (LanguageModel, LanguageModel, Vec<String>) {
     let packed = read(path, Some(activations));
     (read(path, None).model, packed.model, packed.notes)
@@ -35,13 +35,12 @@ fn logits(model: &LanguageModel, folder: &Path, cache: &str) -> Tensor<3> {
     model.forward(expected(folder, &device()).ids, config).unwrap()
 }
 
-/// The largest difference over the largest logit.
 fn difference(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
     max_difference(a.clone(), b.clone()) / b.clone().abs().max().into_scalar::<f32>()
 }
 
 #[test]
-fn packed_families_compute_what_restored_ones_do() {
+fn packed_models_match_restored_ones() {
     let scratch = tempfile::tempdir().unwrap();
     for name in TINY {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
@@ -49,14 +48,15 @@ fn packed_families_compute_what_restored_ones_do() {
         let (restored, packed, notes) = both(&file, Activations::Exact);
         assert!(!notes.iter().any(|note| note.contains("restored to f32")), "{name}: {notes:?}");
         assert_eq!(packed.n_weights(), restored.n_weights(), "{name}");
-        // Blocks of 18 bytes for 128; gpt2's positions and vectors are floats.
+        // Blocks have 18 bytes for 128 of f32; gpt2's positions and vectors stay floats.
         let ratio = packed.weight_bytes() as f64 / restored.weight_bytes() as f64;
         assert!(packed.is_packed() && ratio < 0.5, "{name}: {ratio}");
         let close =
             difference(&logits(&packed, &folder, "float"), &logits(&restored, &folder, "float"));
         assert!(close < 1e-4, "{name}: {close}");
 
-        // Bytes are off by half a 127th of the largest of 32. A router may pick another expert for a token.
+        // Rounding to bytes is off by up to half a 127th of the largest of 32 numbers, so a router
+        // may pick another expert.
         let (_, bytes, _) = both(&file, Activations::Int8);
         let (bytes, exact) =
             (logits(&bytes, &folder, "float"), logits(&restored, &folder, "float"));
@@ -64,7 +64,7 @@ fn packed_families_compute_what_restored_ones_do() {
         let off = off.into_scalar::<f32>();
         assert!((1e-4..0.05).contains(&off), "{name}: {off}");
 
-        // Token by token from a cache, as in parallel.
+        // Decode from a cache, compared with the parallel pass.
         let ids = expected(&folder, &device()).ids.narrow(1, 0, 24);
         let config = KvCacheConfig::float().with_capacity(24);
         let parallel = packed.forward(ids.clone(), config).unwrap();
@@ -76,10 +76,10 @@ fn packed_families_compute_what_restored_ones_do() {
     }
 }
 
-/// Blocks of all types that the gguf package writes: rows of queries and keys in another order, types that differ
-/// within a joined matrix, and those that have no packed path.
+/// All block types that the gguf package writes: query and key rows in another order, different
+/// types in a joined matrix, and types without a kernel.
 #[test]
-fn every_block_type_is_multiplied_or_said_to_be_restored() {
+fn every_block_type_is_packed_or_noted_as_restored() {
     let file = fixture("gguf-types").join("types.gguf");
     let (restored, packed, notes) = both(&file, Activations::Exact);
     for kind in ["q2_k", "q3_k"] {
@@ -112,9 +112,9 @@ fn experts_stay_in_mxfp4() {
     }
 }
 
-/// Matrices of 16 bits stay so, in all formats of files, and compute what the same numbers do in f32.
+/// Matrices of 16 bits stay packed in all formats of files and compute the same as in f32.
 #[test]
-fn matrices_of_16_bits_stay_in_them() {
+fn matrices_of_16_bits_stay_packed() {
     let scratch = tempfile::tempdir().unwrap();
     for name in TINY {
         for (dtype, ggml) in [(Dtype::BF16, GgmlDType::BF16), (Dtype::F16, GgmlDType::F16)] {
@@ -136,10 +136,12 @@ fn matrices_of_16_bits_stay_in_them() {
                     let [packed, restored] =
                         [&packed, &restored].map(|model| logits(model, &tiny(name), cache));
                     let close = difference(&packed, &restored);
-                    // Sums in another order; a code of a cache may flip at the edge of rounding.
+                    // Sums have another order, and a code of a cache may flip at the edge of
+                    // rounding.
                     assert!(close < if cache == "float" { 1e-5 } else { 0.02 }, "{at}: {close}");
                 }
-                // Not rounded to bytes: a float weight is multiplied with activations as they are.
+                // Activations are not rounded, because float weights are multiplied with exact
+                // activations.
                 let ids = expected(&tiny(name), &device()).ids.narrow(0, 0, 1).narrow(1, 0, 1);
                 let config = KvCacheConfig::float().with_capacity(8);
                 let step = |model: &LanguageModel| {
@@ -153,17 +155,17 @@ fn matrices_of_16_bits_stay_in_them() {
     }
 }
 
-/// Rows that are not whole blocks of 32 numbers are restored, and that is said.
+/// Rows that are not whole blocks of 32 numbers are restored, and a note mentions them.
 #[test]
-fn rows_of_16_bits_that_are_no_whole_blocks_are_said_to_be_restored() {
+fn incomplete_blocks_of_16_bits_are_restored_with_a_note() {
     let config = Config { intermediate_size: 80, ..small() };
     let tokenizer = Tokenizer::from_file(fixture("bos").join("tokenizer.json"), &[2]).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let options = SaveOptions { dtype: WeightDtype::Bf16, cache: None };
     save(folder.path(), &Llama::init(config, &device()).into(), &tokenizer, options).unwrap();
     let (restored, packed, notes) = both(folder.path(), Activations::Exact);
-    // The down projections of two layers: [64, 80].
-    let said = "2 tensors of BF16 are restored to f32: 0.0 MB, 0.0 in the file";
+    // The matrices are the down projections of two layers, [64, 80].
+    let said = "2 tensors of BF16 are restored to f32: 0.0 MB, 0.0 MB in the file";
     assert!(notes.iter().any(|note| note == said), "{notes:?}");
     let saved = restored.weight_bytes() - packed.weight_bytes();
     assert!(saved > restored.weight_bytes() / 3, "{saved}");
@@ -173,13 +175,14 @@ fn rows_of_16_bits_that_are_no_whole_blocks_are_said_to_be_restored() {
     assert!(difference(&logits(&packed), &logits(&restored)) < 1e-5);
 }
 
-/// A model whose matrices are several buffers each, the vocabulary's and those of a gate among them, on this device.
-fn several_buffers_compute_what_one_does(device: &Device, most: f32) {
+/// Compares a model whose matrices take several buffers each, including the vocabulary and a gate,
+/// with one whose matrices take one.
+fn several_buffers_match_one(device: &Device, most: f32) {
     let scratch = tempfile::tempdir().unwrap();
     for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
-        // A row of 64 numbers is 36 bytes, and the embedding has 256.
+        // A row of 64 numbers takes 36 bytes, and the embedding has 256 rows.
         let options = LoadOptions::default().with_packed(Some(Activations::Exact));
         let load = |options| load_with(&file, device, options).unwrap().model;
         let (one, several) = (load(options), load(options.with_largest_buffer(Some(1500))));
@@ -203,15 +206,15 @@ fn several_buffers_compute_what_one_does(device: &Device, most: f32) {
 }
 
 #[test]
-fn a_matrix_beyond_the_largest_buffer_is_several() {
-    several_buffers_compute_what_one_does(&device(), 1e-6);
+fn a_large_matrix_is_divided() {
+    several_buffers_match_one(&device(), 1e-6);
 }
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn a_matrix_beyond_the_largest_buffer_is_several_on_wgpu() {
+fn a_large_matrix_is_divided_on_wgpu() {
     use kv_models::kv_cubecl::{On, Wgpu};
-    several_buffers_compute_what_one_does(&On::<Wgpu>::open().unwrap(), 1e-5);
+    several_buffers_match_one(&On::<Wgpu>::open().unwrap(), 1e-5);
 }
 
 #[test]
@@ -228,7 +231,7 @@ fn a_packed_model_is_saved_restored() {
         fs::read(folder.join("model.safetensors")).unwrap()
     };
     assert!(written(&packed, "packed") == written(&restored, "restored"));
-    // Nothing of it is trained.
+    // Packed weights are not trained.
     assert!(packed.num_params() < restored.num_params() / 10);
 }
 
@@ -251,10 +254,10 @@ fn scales_that_are_not_finite_are_named() {
     assert!(!error.contains('\n'));
 }
 
-/// Every family, every type of block and experts, in parallel and token by token.
+/// Every family, every block type and experts, in parallel and in decode.
 #[cfg(feature = "wgpu")]
 #[test]
-fn packed_on_wgpu_as_restored_on_the_cpu() {
+fn packed_models_on_wgpu_match_the_cpu() {
     use kv_models::kv_cubecl::{On, Wgpu};
     let wgpu = On::<Wgpu>::open().unwrap();
     let scratch = tempfile::tempdir().unwrap();
@@ -290,7 +293,8 @@ fn packed_on_wgpu_as_restored_on_the_cpu() {
     }
 }
 
-/// A GPU multiplies with the experts that it picked itself, launched and recorded, and computes what the CPU does.
+/// A GPU multiplies with the experts that it selected itself, in a launched step and in a graph
+/// replay, and computes the same as the CPU.
 #[cfg(feature = "wgpu")]
 #[test]
 fn experts_are_picked_on_a_gpu() {

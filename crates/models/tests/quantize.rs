@@ -1,4 +1,4 @@
-//! Models with quantized matrices are written as other libraries have them, and read back as what was written.
+//! Quantized models are written in the layout of other libraries and read back unchanged.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -23,13 +23,14 @@ const INT4: WeightFormat = WeightFormat::Int4(GroupSize::G32);
 const INT8: WeightFormat = WeightFormat::Int8(GroupSize::G32);
 const MXFP4: WeightFormat = WeightFormat::Mxfp4;
 
-/// Two words, the second of which ends a text.
+/// Returns a tokenizer with two words; the second ends a text.
 fn tokenizer() -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
     let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
     });
     fs::write(&path, tokenizer.to_string()).unwrap();
@@ -52,7 +53,7 @@ fn logits(model: &LanguageModel, folder: &Path) -> Tensor<3> {
     model.forward(expected(folder, &device()).ids, KvCacheConfig::float()).unwrap()
 }
 
-/// The tensors of a model in f32.
+/// Returns the tensors of a model in f32.
 fn tensors(model: &LanguageModel) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let folder = tempfile::tempdir().unwrap();
     let options = SaveOptions { dtype: WeightDtype::F32, cache: None };
@@ -65,12 +66,12 @@ fn transposed(values: &[f32], [rows, columns]: [usize; 2]) -> Vec<f32> {
     (0..rows * columns).map(|i| values[i % rows * columns + i / rows]).collect()
 }
 
-/// What is left of a matrix, by the reference.
+/// Returns a matrix quantized and restored by the reference.
 fn rounded(values: &[f32], shape: [usize; 2], format: WeightFormat, how: Quantize) -> Vec<f32> {
     reference::restore(format, &quantize(values, shape, format, how).unwrap())
 }
 
-/// What a tensor should be after it was quantized.
+/// Returns the expected values of a quantized tensor.
 fn expected_of(
     name: &str,
     shape: &[usize],
@@ -88,7 +89,7 @@ fn expected_of(
     };
     let Some(format) = format else { return values.to_vec() };
     match *shape {
-        // Those of gpt2 and of experts are stored transposed.
+        // Matrices of gpt2 and of experts are stored transposed.
         [columns, rows] if has(&["c_attn", "c_proj", "c_fc"]) => {
             let rows_first = transposed(values, [columns, rows]);
             transposed(&rounded(&rows_first, [rows, columns], format, how), [rows, columns])
@@ -106,7 +107,7 @@ fn expected_of(
 }
 
 #[test]
-fn every_family_is_read_back_as_the_reference_rounds_it() {
+fn every_family_matches_the_reference() {
     let scratch = tempfile::tempdir().unwrap();
     let whole = Quantize::default();
     for name in TINY {
@@ -145,9 +146,9 @@ fn every_family_is_read_back_as_the_reference_rounds_it() {
     }
 }
 
-/// Weights by the `compressed-tensors` library, and what it restores them to.
+/// Weights written by the `compressed-tensors` library, and the values it restores.
 #[test]
-fn another_library_s_integers_are_read() {
+fn integers_of_compressed_tensors_are_read() {
     let folder = fixture("pack-quantized");
     let model = load(&folder, &device()).unwrap().model;
     let found = tensors(&model);
@@ -162,7 +163,7 @@ fn another_library_s_integers_are_read() {
 }
 
 #[test]
-fn blocks_of_a_file_are_quantized_as_they_are_restored() {
+fn blocks_of_a_file_are_quantized_from_restored_numbers() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
     write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q8_0, &[]);
@@ -175,7 +176,7 @@ fn blocks_of_a_file_are_quantized_as_they_are_restored() {
 }
 
 #[test]
-fn what_cannot_be_written_is_one_line_and_leaves_nothing() {
+fn failed_writes_are_one_line_and_leave_nothing() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let refused = |name: &str, format: WeightFormat, parts: &[&str]| {
@@ -194,11 +195,11 @@ fn what_cannot_be_written_is_one_line_and_leaves_nothing() {
     let model = load(tiny("llama-tiny"), &device()).unwrap().model;
     let options = QuantizeOptions::new([Some(INT4); 3]);
     let error = save_quantized(&out, &model, &tokenizer(), options).unwrap_err().to_string();
-    assert_contains(&error, &["out", "is there already"]);
+    assert_contains(&error, &["out", "exists already"]);
     assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
 }
 
-/// A folder of int4 weights whose safetensors header is changed.
+/// Returns a folder of int4 weights with a changed safetensors header.
 fn damaged(change: impl FnOnce(&mut Json, &mut Vec<u8>)) -> tempfile::TempDir {
     let folder = copy(&fixture("pack-quantized"));
     let path = folder.path().join("model.safetensors");
@@ -230,7 +231,7 @@ fn damaged_weights_are_named() {
     let cases: Vec<(Change<'_>, Vec<&str>)> = vec![
         (rename("_scale", "_scales"), vec!["up_proj.weight_scale is missing"]),
         (rename("_packed", "_codes"), vec!["up_proj.weight"]),
-        (rename("_zero_point", "_g_idx"), vec!["up_proj.weight_g_idx", "no place"]),
+        (rename("_zero_point", "_g_idx"), vec!["up_proj.weight_g_idx", "not part of the Llama model"]),
         (
             Box::new(|header, _| {
                 let shape = header[key("_packed")]["shape"].clone();

@@ -1,4 +1,4 @@
-//! Saved folders read back as what was saved, and a failed save leaves what was there.
+//! Saved folders are read back unchanged, and a failed save changes no files.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -28,7 +28,7 @@ use kv_models::{
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
 
-/// Three words, the last of which ends a text.
+/// Returns a tokenizer with three words; the last ends a text.
 fn words() -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
@@ -56,13 +56,11 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     tensors.into_iter().map(|(name, shape, values)| (name, (shape, values))).collect()
 }
 
-/// The names of the files of a folder.
 fn files(folder: &Path) -> BTreeSet<String> {
     let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
     fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect()
 }
 
-/// Names and contents.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files(folder).into_iter().map(|n| (n.clone(), fs::read(folder.join(n)).unwrap())).collect()
 }
@@ -136,14 +134,14 @@ fn gguf_files_become_folders() {
         let again = load(saved.path(), &device).unwrap().model;
         assert_eq!(logits(&model, &device).to_data(), logits(&again, &device).to_data());
     }
-    // llama.cpp writes Llama 3's scaling as divisors: they are recognized again.
+    // llama.cpp writes Llama 3's scaling as divisors, which are recognized.
     let original =
         load(tiny("llama3-rope-tiny"), &device).unwrap().model.downcast::<Llama>().unwrap();
     let converted = load(&gguf, &device).unwrap().model.downcast::<Llama>().unwrap();
     assert!(matches!(original.config().rope_scaling, RopeScaling::Llama3 { .. }));
     assert_eq!(converted.config().rope_scaling, original.config().rope_scaling);
 
-    // A vocabulary of the 256 bytes alone, because the tiny models know 256 ids.
+    // The vocabulary has only the 256 bytes, because the tiny models have 256 ids.
     for pre in ["gpt-2", "smollm", "qwen2", "llama-bpe", "default"] {
         write_vocabulary(&gguf, "gpt2", pre, &[]);
         let loaded = load(&gguf, &device).unwrap();
@@ -186,7 +184,7 @@ fn smollm2_becomes_a_folder() {
 }
 
 #[test]
-fn the_cache_is_picked_up_or_refused() {
+fn the_cache_is_loaded_or_rejected() {
     let device = device();
     let folder = copy(&tiny("llama-tiny"));
     let path = folder.path().join(KV_CACHE_FILE);
@@ -230,13 +228,13 @@ fn the_cache_is_picked_up_or_refused() {
         assert!(!message.contains('\n'), "{message}");
     }
 
-    // A model saved without a cache does not inherit the one of the model before it.
+    // A model saved without a cache does not inherit the cache of an earlier model.
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     assert_eq!(load(folder.path(), &device).unwrap().cache, None);
 }
 
 #[test]
-fn a_failed_save_leaves_what_was_there() {
+fn a_failed_save_changes_no_files() {
     let device = device();
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let folder = tempfile::tempdir().unwrap();
@@ -252,7 +250,7 @@ fn a_failed_save_leaves_what_was_there() {
         (f32::NEG_INFINITY, "holds -inf at element 35"),
     ] {
         let mut broken = model.clone().downcast::<Llama>().unwrap();
-        // The first of the key rows, which follow 96 query rows; element 35 of it.
+        // Element 35 of the first key row, which follows 96 query rows.
         let weight = broken.layers[1].qkv.weight.val();
         let value = Tensor::full([1, 1], value, &device);
         let weight = weight.slice_assign([96..97, 35..36], value);
@@ -264,13 +262,13 @@ fn a_failed_save_leaves_what_was_there() {
         assert!(before == contents(folder.path()), "{:?}", files(folder.path()));
     }
 
-    // A vocabulary that the model does not know.
+    // A vocabulary larger than the model's.
     let tokenizer = Tokenizer::train_bpe(["a"].into_iter(), 257).unwrap();
     let error = save(folder.path(), &model, &tokenizer, options).unwrap_err();
-    assert!(error.to_string().contains("has 257 ids, the model knows 256"), "{error}");
+    assert!(error.to_string().contains("has 257 ids, but the model has 256"), "{error}");
     assert!(before == contents(folder.path()));
 
-    // Where the weights should go, there is a folder that cannot be replaced.
+    // A folder takes the place of the weights and cannot be replaced.
     let weights = folder.path().join("model.safetensors");
     fs::remove_file(&weights).unwrap();
     fs::create_dir(&weights).unwrap();
@@ -300,7 +298,7 @@ fn weights_are_as_readable_as_other_files() {
 }
 
 #[test]
-fn every_configuration_is_saved_or_refused() {
+fn every_configuration_is_saved_or_rejected() {
     let device = device();
     let bools = [false, true];
     let mut n_saved = 0;
@@ -342,13 +340,13 @@ fn every_configuration_is_saved_or_refused() {
             }
         }
     }
-    // Llama with no or all attention biases, each with or without biases of the MLP; Qwen2; each
-    // with three kinds of rotation. Phi-3.
+    // Llama with no or all attention biases, each with or without biases of the MLP, and Qwen2,
+    // each with three kinds of rope. Phi-3.
     assert_eq!(n_saved, 5 * 3 + 1);
 }
 
 #[test]
-fn frequencies_that_follow_the_context_are_saved() {
+fn context_dependent_frequencies_are_saved() {
     let device = device();
     for rotary_dim in [16, 10] {
         let factors = |x: f32| (0..rotary_dim / 2).map(|i| 1.0 + x * i as f32).collect();
@@ -396,7 +394,7 @@ fn partial_rope_survives_rounding() {
 }
 
 #[test]
-fn a_trained_vocabulary() {
+fn a_trained_vocabulary_is_saved() {
     let text = fs::read_to_string(fixture("mixed.txt")).unwrap();
     let train = |n| Tokenizer::train_bpe(text.lines(), n);
     for n in [257, 300, 1000] {
@@ -434,13 +432,13 @@ fn a_trained_vocabulary() {
 
 #[cfg(feature = "autodiff")]
 #[test]
-fn a_model_in_training_is_saved_as_it_is() {
+fn a_model_in_training_is_saved() {
     let training = device().autodiff();
     let folder = tempfile::tempdir().unwrap();
     let model = LanguageModel::new(Llama::init(small(), &training));
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let again = load(folder.path(), &device()).unwrap().model;
-    // Where gradients are recorded, the same is computed by other operations.
+    // With gradients, other operations compute the same values.
     let [again, trained] = [logits(&again, &device()), logits(&model, &training)];
     again.to_data().assert_approx_eq(&trained.to_data(), Tolerance::<f32>::absolute(1e-5));
 }

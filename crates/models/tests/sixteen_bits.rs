@@ -1,8 +1,9 @@
-//! Models in f16 and bf16: against the transformers library run in the same type, in all formats of files,
-//! streamed and in parallel, saved and loaded.
+//! Models in f16 and bf16, compared with the transformers library in the same type: all formats of
+//! files, decode and parallel passes, saved and loaded.
 //!
-//! `expected-16-bit.safetensors` of a tiny checkpoint has the logits of the first 64 tokens of its first
-//! sequence in each type, of `AutoModelForCausalLM.from_pretrained(folder, dtype=.., attn_implementation="eager")`.
+//! `expected-16-bit.safetensors` of a tiny checkpoint has the logits of the first 64 tokens of its
+//! first sequence in each type, computed by `AutoModelForCausalLM.from_pretrained(folder, dtype=..,
+//! attn_implementation="eager")`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -25,7 +26,7 @@ use kv_models::{
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// A type, and its bits of precision.
+/// A type and its bits of precision.
 const TYPES: [(WeightDtype, DType, u32); 2] =
     [(WeightDtype::Bf16, DType::BF16, 8), (WeightDtype::F16, DType::F16, 11)];
 
@@ -41,7 +42,7 @@ fn load_as(path: &Path, dtype: WeightDtype) -> LanguageModel {
 const MODELS: [&str; 5] =
     ["gpt2-tiny", "llama-tiny", "llama3-rope-tiny", "qwen2-tiny", "phi3-tiny"];
 
-/// The logits of the transformers library, and the ids they are of.
+/// Returns the logits of the transformers library, and the ids.
 fn reference(folder: &Path, dtype: WeightDtype, device: &Device) -> (Tensor<2, Int>, Tensor<3>) {
     let bytes = fs::read(folder.join("expected-16-bit.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -60,7 +61,7 @@ fn rms(tensor: Tensor<3>) -> f32 {
     tensor.square().mean().sqrt().into_scalar::<f32>()
 }
 
-/// The type and the bytes of every parameter.
+/// Returns the type and the bytes of every parameter.
 fn parameters(model: &LanguageModel) -> Vec<(DType, Vec<u8>)> {
     struct Collect(Vec<(DType, Vec<u8>)>);
     impl ModuleVisitor for Collect {
@@ -74,13 +75,13 @@ fn parameters(model: &LanguageModel) -> Vec<(DType, Vec<u8>)> {
     all.0
 }
 
-/// Two computations in one type differ wherever another order of sums rounds another way. If their
-/// errors are of one size and have nothing in common, they differ by that times sqrt 2, as a root mean
-/// square (over 16384 logits); so much is allowed. Weights that are rounded alike make it less. A model
-/// that was widened in secret would be as near, but would have no error of its own: half of that of the
-/// transformers library is asked for.
+/// Two computations in one type differ wherever another order of sums rounds differently. If their
+/// errors have the same size and are independent, the root mean square of the difference (over
+/// 16384 logits) is sqrt 2 times the error, which is the limit here. Equally rounded weights make
+/// it smaller. A model that computes in f32 would be as close but have no error of its own, so the
+/// test requires half of the transformers library's error.
 #[test]
-fn logits_are_those_of_transformers_in_the_same_type() {
+fn logits_match_transformers_in_the_same_type() {
     let device = device();
     for name in MODELS {
         let f32 = load(tiny(name), &device).unwrap().model;
@@ -94,19 +95,19 @@ fn logits_are_those_of_transformers_in_the_same_type() {
             assert_eq!(ours.dtype(), DType::F32);
             let error = rms(theirs.clone() - exact.clone());
             let (from_theirs, from_exact) = (rms(ours.clone() - theirs), rms(ours - exact));
-            let told = format!(
+            let found = format!(
                 "{name} {dtype}: {from_theirs} from theirs, {from_exact} from f32, of {error}"
             );
-            assert!(from_theirs <= 1.4 * error, "{told}");
-            assert!((0.5 * error..=1.2 * error).contains(&from_exact), "{told}");
+            assert!(from_theirs <= 1.4 * error, "{found}");
+            assert!((0.5 * error..=1.2 * error).contains(&from_exact), "{found}");
         }
     }
 }
 
-/// What is looked up and multiplied is rounded at other places token by token than all at once, so the
-/// two differ as two computations do: by few units in the last place of the largest logit.
+/// Decode and parallel passes round in different places. They differ as two computations do, by a
+/// few units in the last place of the largest logit.
 #[test]
-fn streamed_token_by_token_is_parallel() {
+fn decode_matches_the_parallel_pass() {
     let device = device();
     for name in MODELS {
         for (dtype, _, bits) in TYPES {
@@ -125,16 +126,16 @@ fn streamed_token_by_token_is_parallel() {
                 let unit = largest * 0.5f32.powi(bits as i32 - 1);
                 let (worst, mean) =
                     (max_difference(streamed.clone(), parallel.clone()), rms(streamed - parallel));
-                // Single codes of a quantized cache may flip at the edges of rounding.
+                // Single codes of a quantized cache may flip at the edge of rounding.
                 let most = if config.is_quantized() { 16.0 } else { 2.0 };
-                let told = format!("{name} {dtype} {config}: {worst}, {mean}, unit {unit}");
-                assert!(worst <= most * unit && mean <= unit, "{told}");
+                let found = format!("{name} {dtype} {config}: {worst}, {mean}, unit {unit}");
+                assert!(worst <= most * unit && mean <= unit, "{found}");
             }
         }
     }
 }
 
-/// A cache that keeps its floats in the model's type loses nothing of what it is given.
+/// A cache with floats of the model's type stores keys and values exactly.
 #[test]
 fn a_float_cache_of_the_models_type_is_exact() {
     let device = device();
@@ -158,7 +159,7 @@ fn tokenizer() -> Tokenizer {
     Tokenizer::from_file(fixture("bos").join("tokenizer.json"), &[2]).unwrap()
 }
 
-/// Name, type, shape and bytes of the tensors of a folder.
+/// Returns name, type, shape and bytes of the tensors of a folder.
 fn stored(folder: &Path) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
     let bytes = fs::read(folder.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -171,7 +172,7 @@ fn stored(folder: &Path) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
 }
 
 #[test]
-fn a_16_bit_folder_takes_half_the_bytes_and_comes_back_bit_for_bit() {
+fn a_16_bit_folder_takes_half_the_bytes_and_is_read_back_bit_for_bit() {
     let device = device();
     for name in MODELS {
         for (file, dtype, text) in [
@@ -184,7 +185,7 @@ fn a_16_bit_folder_takes_half_the_bytes_and_comes_back_bit_for_bit() {
             let wide = load(folder.path(), &device).unwrap().model;
             assert_eq!((loaded.model.dtype(), wide.dtype()), (dtype, DType::F32));
             assert_eq!(2 * loaded.model.weight_bytes(), wide.weight_bytes(), "{name}");
-            // The same values, in both.
+            // Both models have the same values.
             let values = |model: &LanguageModel| -> Vec<Vec<f32>> {
                 struct Values(Vec<Vec<f32>>);
                 impl ModuleVisitor for Values {
@@ -241,7 +242,7 @@ fn gguf_files_keep_16_bits_and_restore_blocks_to_them() {
 }
 
 #[test]
-fn auto_takes_the_type_of_most_elements_and_says_what_it_rounds() {
+fn auto_selects_the_most_common_type_and_notes_rounding() {
     let device = device();
     let auto = |folder: &tempfile::TempDir| {
         load_with(folder.path(), &device, options(WeightDtype::Auto)).unwrap()
@@ -253,14 +254,14 @@ fn auto_takes_the_type_of_most_elements_and_says_what_it_rounds() {
     assert_contains(&loaded.notes[0], &["model.safetensors", "bf16", "rounded"]);
     let hardly = converted("llama-tiny", Dtype::BF16, |name| name.contains("q_proj"));
     assert_eq!(auto(&hardly).model.dtype(), DType::F32);
-    // Vectors do not count.
+    // Vectors do not count for the type.
     let norms = converted("llama-tiny", Dtype::BF16, |name| !name.contains("norm"));
     let loaded = auto(&norms);
     assert_eq!((loaded.model.dtype(), loaded.notes.len()), (DType::BF16, 0));
 }
 
 #[test]
-fn mistakes_are_one_line() {
+fn errors_are_one_line() {
     let message = |path: &Path, dtype| {
         let message = load_with(path, &device(), options(dtype)).unwrap_err().to_string();
         assert!(!message.contains('\n'), "{message}");
@@ -271,16 +272,16 @@ fn mistakes_are_one_line() {
         assert_eq!(error, format!("dtype = {text:?}: must be f32, f16, bf16 or auto"));
     }
     let large = with_tensors("llama-tiny", |tensors| tensors[3].2[5] = 7e4);
-    let told = message(large.path(), WeightDtype::F16);
-    assert_contains(&told, &["model.safetensors", "holds 70000 at element 5", "at most 65504"]);
+    let found = message(large.path(), WeightDtype::F16);
+    assert_contains(&found, &["model.safetensors", "holds 70000 at element 5", "at most 65504"]);
     load_as(large.path(), WeightDtype::Bf16);
     for (value, text) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
         let broken = with_tensors("llama-tiny", |tensors| tensors[3].2[7] = value);
         for dtype in [WeightDtype::F16, WeightDtype::Bf16] {
-            let told = message(broken.path(), dtype);
-            assert_contains(&told, &["model.safetensors", text, "element 7", "must be finite"]);
+            let found = message(broken.path(), dtype);
+            assert_contains(&found, &["model.safetensors", text, "element 7", "must be finite"]);
         }
-        // Of 16 bits already.
+        // The file has 16 bits already.
         let folder = converted("llama-tiny", Dtype::F32, |_| false);
         let path = folder.path().join("model.safetensors");
         let bits = bf16::from_f32(value).to_le_bytes();
@@ -295,10 +296,10 @@ fn mistakes_are_one_line() {
         json["num_key_value_heads"] = 1.into();
         json["head_dim"] = 2.into();
         fs::write(&config, json.to_string()).unwrap();
-        let told = message(folder.path(), WeightDtype::Auto);
-        assert_contains(&told, &["embed_tokens", text, "element 1", "must be finite"]);
+        let found = message(folder.path(), WeightDtype::Auto);
+        assert_contains(&found, &["embed_tokens", text, "element 1", "must be finite"]);
     }
-    // What does not fit the type is not saved in it.
+    // A value beyond the type is not saved.
     let mut llama = Llama::init(small(), &device());
     llama.embedding.weight = llama.embedding.weight.map_tensor(|tensor| tensor.add_scalar(1e5));
     let to = tempfile::tempdir().unwrap();

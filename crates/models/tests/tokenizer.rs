@@ -45,7 +45,7 @@ fn smollm2_ids_match_an_independent_encoder() {
     assert_eq!(tokenizer.n_ids(), 49152);
 }
 
-/// The ids of llama.cpp's server (`/tokenize`, of xllamacpp 2026) for the same file.
+/// llama.cpp's server has the same ids for this file (`/tokenize`, of xllamacpp 2026).
 #[test]
 #[ignore = "needs Gemma 3: scripts/get-gemma3 or KV_GEMMA3"]
 fn gemma3_ids_match_llama_cpp() {
@@ -64,8 +64,9 @@ fn gemma3_ids_match_llama_cpp() {
     assert_eq!(tokenizer.leading_bos(), Some(2));
 }
 
-/// What llama.cpp's `llm_tokenizer_spm` does: joins the neighbors whose joint token has the highest score, of
-/// equals the first, until no two have one; what is no token then is written in bytes.
+/// Encodes as llama.cpp's `llm_tokenizer_spm` does. It joins the neighbors whose joint token has
+/// the highest score, the first of equals, until no two neighbors form a token. The rest is written
+/// as bytes.
 fn joined_by_score(text: &str, scores: &[(&str, f32)]) -> Vec<String> {
     let score = |token: &str| scores.iter().find(|(other, _)| *other == token).map(|(_, s)| *s);
     let mut parts: Vec<String> = text.replace(' ', "▁").chars().map(String::from).collect();
@@ -96,7 +97,7 @@ fn sentencepiece_vocabularies_join_by_score() {
     scores.extend(bytes.iter().map(|byte| (byte.as_str(), 0.0)));
     scores.extend("▁ a b c d é ab bc cd abc ▁a ▁ab bcd ▁▁ aa aaa".split(' ').zip(1u8..).map(
         |(token, i)| {
-            // Neither in the order of ids nor of lengths.
+            // Scores follow neither ids nor lengths.
             (token, -f32::from(i * 7 % 16))
         },
     ));
@@ -159,8 +160,8 @@ fn sentencepiece_vocabularies_join_by_score() {
     assert!(message.contains("tokenizer.ggml.scores") && message.contains("275"), "{message}");
 }
 
-/// The tokens of `text`. With `merges` that would join all of it, they show where the pre-tokenizer
-/// splits.
+/// Returns the tokens of `text`. `merges` would join all of it, so the tokens show where the
+/// pre-tokenizer splits.
 fn pieces(pre: &str, merges: &[&str], text: &str) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("vocabulary.gguf");
@@ -197,8 +198,8 @@ fn pre_tokenizers_split_contractions_and_lines_as_their_models_do() {
 
 #[test]
 fn llama_bpe_keeps_whole_tokens_that_no_merge_reaches() {
-    // The merge of b and c comes first and keeps "abc" from being built; a tokenizer that ignores
-    // merges finds it in the vocabulary.
+    // The merge of b and c comes first and prevents "abc"; a tokenizer that ignores merges finds
+    // "abc" in the vocabulary.
     let merges = ["b c", "a b", "ab c"];
     assert_eq!(pieces("gpt-2", &merges, "abc"), ["a", "bc"]);
     assert_eq!(pieces("llama-bpe", &merges, "abc"), ["abc"]);
@@ -226,7 +227,7 @@ fn a_vocabulary_beyond_the_model_is_an_error() {
     let file = folder.path().join("vocabulary.gguf");
     write_vocabulary(&file, "gpt2", "gpt-2", &["a b"]);
     let error = load(&file, &device()).unwrap().tokenizer.unwrap_err().to_string();
-    assert!(error.contains("has 257 ids, the model knows 256"), "{error}");
+    assert!(error.contains("has 257 ids, but the model has 256"), "{error}");
 }
 
 #[test]
@@ -252,7 +253,7 @@ struct Bos {
 struct LlamaCpp {
     #[serde(rename = "llama-bpe true")]
     ids: Vec<u32>,
-    /// Whether texts begin with the token, by pre-tokenizer and `add_bos_token`.
+    /// `true` if texts begin with the token, by pre-tokenizer and `add_bos_token`.
     begins_with_bos: HashMap<String, bool>,
 }
 
@@ -260,20 +261,20 @@ fn bos() -> Bos {
     serde_json::from_slice(&fs::read(fixture("bos/expected.json")).unwrap()).unwrap()
 }
 
-/// The ids of a text as a model is given them.
+/// Returns the ids of a text as a model receives them.
 fn with_bos(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     let bos = tokenizer.leading_bos();
     bos.into_iter().chain(tokenizer.encode(text).unwrap()).collect()
 }
 
 #[test]
-fn texts_begin_as_under_transformers() {
+fn texts_begin_as_in_transformers() {
     let Bos { text, ids, .. } = bos();
     let tokenizer = Tokenizer::from_file(fixture("bos/tokenizer.json"), &[2]).unwrap();
     assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (Some(1), true));
     assert_eq!(with_bos(&tokenizer, &text), ids);
 
-    // tokenizer_config.json overrules what the tokenizer was saved with.
+    // tokenizer_config.json takes precedence over the saved tokenizer.
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tokenizer.json");
     fs::copy(fixture("bos/tokenizer.json"), &file).unwrap();
@@ -294,7 +295,7 @@ fn texts_begin_as_under_transformers() {
     let error = configured(r#"{"bos_token": "<none>", "add_bos_token": true}"#).unwrap_err();
     assert!(error.to_string().contains("bos_token = <none>: must be a token"), "{error}");
 
-    // Two tokens before a text are refused.
+    // Two tokens before a text are rejected.
     let mut json: Json = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let single = json["post_processor"]["processors"][1]["single"].as_array_mut().unwrap();
     single.insert(0, single[0].clone());
@@ -304,7 +305,7 @@ fn texts_begin_as_under_transformers() {
 }
 
 #[test]
-fn texts_begin_as_under_llama_cpp() {
+fn texts_begin_as_in_llama_cpp() {
     let Bos { text, llama_cpp, .. } = bos();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
@@ -330,7 +331,7 @@ fn texts_begin_as_under_llama_cpp() {
     let tokenizer = loaded.tokenizer.unwrap();
     assert_eq!(with_bos(&tokenizer, &text), llama_cpp.ids);
 
-    // A saved model keeps it.
+    // A saved model has the same setting.
     let saved = folder.path().join("saved");
     save(&saved, &loaded.model, &tokenizer, SaveOptions::default()).unwrap();
     assert_eq!(
@@ -346,7 +347,7 @@ fn texts_begin_as_under_llama_cpp() {
 }
 
 #[test]
-fn truncation_and_padding_are_ignored_and_said_so() {
+fn truncation_and_padding_are_ignored_and_noted() {
     let folder = copy(&tiny("llama-tiny"));
     let path = folder.path().join("tokenizer.json");
     let mut file: Json =
@@ -368,13 +369,13 @@ fn truncation_and_padding_are_ignored_and_said_so() {
     assert_eq!(tokenizer.encode(&text).unwrap(), plain.encode(&text).unwrap());
     assert_eq!(tokenizer.encode("a").unwrap().len(), 1);
     let [note] = tokenizer.notes() else { panic!("{:?}", tokenizer.notes()) };
-    assert!(
-        note.ends_with("truncation to 512 tokens and padding: ignored, texts are encoded whole")
-    );
+    assert!(note.ends_with(
+        "ignores truncation to 512 tokens and padding, because texts are encoded whole"
+    ));
     assert!(note.contains("tokenizer.json"), "{note}");
 }
 
-/// Text without an end, and how much of it was read.
+/// An endless text that counts the bytes read.
 struct Endless {
     line: &'static [u8],
     n_read: usize,
@@ -391,7 +392,7 @@ impl Read for Endless {
 }
 
 #[test]
-fn a_text_is_read_as_far_as_its_ids_are_asked_for() {
+fn a_text_is_read_only_as_far_as_needed() {
     let tokenizer = Tokenizer::from_file(fixture("bos/tokenizer.json"), &[]).unwrap();
     let line = "The licenses for most software are designed to take away your freedom.\n";
     let mut text = Endless { line: line.as_bytes(), n_read: 0 };
@@ -405,13 +406,13 @@ fn a_text_is_read_as_far_as_its_ids_are_asked_for() {
 }
 
 #[test]
-fn a_byte_order_mark_is_no_text_and_bad_bytes_are_named() {
+fn a_byte_order_mark_is_skipped_and_bad_bytes_are_named() {
     let tokenizer = Tokenizer::train_bpe(["some text"].into_iter(), 260).unwrap();
     let read = |bytes: &[u8]| tokenizer.encode_reader(bytes, Path::new("a.txt"), None);
     assert_eq!(read("\u{feff}é text".as_bytes()).unwrap(), tokenizer.encode("é text").unwrap());
     let twice = "\u{feff}\u{feff}a";
     assert_eq!(read(twice.as_bytes()).unwrap(), tokenizer.encode(&twice[3..]).unwrap());
-    // In a text that is given as a string, the marks are kept.
+    // In a string, the marks are kept.
     assert_eq!(tokenizer.decode(&tokenizer.encode(twice).unwrap()).unwrap(), twice);
     let long = [&b"good ".repeat(50_000)[..], b"\xff bad"].concat();
     for (bytes, at) in
@@ -424,7 +425,7 @@ fn a_byte_order_mark_is_no_text_and_bad_bytes_are_named() {
     }
 }
 
-/// The vocabulary of 256 tokens in a GGUF file with these values of its own.
+/// Loads a GGUF file with a vocabulary of 256 tokens and these values.
 fn gguf_of(file: &Path, pre: Option<&str>, more: &[(&str, Value)]) -> Loaded {
     let mut metadata = bos_vocabulary(more);
     metadata.retain(|(key, _)| key != "tokenizer.ggml.pre");
@@ -435,7 +436,7 @@ fn gguf_of(file: &Path, pre: Option<&str>, more: &[(&str, Value)]) -> Loaded {
     load(file, &device()).unwrap()
 }
 
-/// transformers never ends a text at such an id, and llama.cpp warns and leaves it out.
+/// transformers never ends a text at such an id, and llama.cpp warns and ignores it.
 #[test]
 fn end_tokens_outside_the_vocabulary_are_noted() {
     let folder = with_config("llama-tiny", |c| c["eos_token_id"] = json!([2, 256, 70_000]));
@@ -461,7 +462,7 @@ fn end_tokens_outside_the_vocabulary_are_noted() {
     assert!(note.contains("end.gguf has 256 tokens and no end token 256"), "{note}");
 }
 
-/// llama.cpp splits texts by its default then, and warns that quality suffers.
+/// llama.cpp then uses its default and warns about the quality.
 #[test]
 fn a_missing_pre_tokenizer_is_noted() {
     let folder = tempfile::tempdir().unwrap();

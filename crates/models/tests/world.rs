@@ -205,7 +205,7 @@ fn what_does_not_fit_is_named() {
     let device = device();
     for (field, value, wanted) in [
         ("n_layers", json!(5), "tensor transformer.blocks.4.adaln1.fc.weight is missing"),
-        ("n_layers", json!(3), "have no place in the GameRFT model"),
+        ("n_layers", json!(3), "are not part of the GameRFT model"),
         ("n_layers", json!(0), "n_layers = 0: must be between 1 and"),
         ("d_model", json!(72), "d_model = 72: over n_heads must be a multiple of 8"),
         ("n_buttons", json!(10), "the configuration needs [2048, 10]"),

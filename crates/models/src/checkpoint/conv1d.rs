@@ -1,23 +1,22 @@
-//! Projections that are stored the other way round.
+//! Projections that are stored transposed.
 
 use burn::tensor::TensorData;
 use half::{bf16, f16};
 use kv_weights::WeightFormat;
 
-use super::{Weights, entry::Entry};
+use super::{entry::Entry, weights::Weights};
 use crate::{
-    Result,
+    error::Result,
     float::{Float, with_float},
     nn::{Linear, Matrix},
 };
 
 impl Weights {
-    /// Takes the projection `name` with its bias, which Hugging Face files store as
-    /// `[d_input, d_output]` ("Conv1D") unless it is quantized, and GGUF files like every other one.
+    /// Takes the projection `name` with its bias. Unless it is quantized, Hugging Face files store
+    /// it as `[d_input, d_output]` ("Conv1D"). GGUF files store it like every other projection.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
         let weight = format!("{name}.weight");
         if self.is_outline() {
@@ -45,7 +44,7 @@ impl Weights {
         Ok(Linear { weight, bias })
     }
 
-    /// Takes a matrix that is stored as `[columns, rows]`, in 16 bits, if it is to stay so.
+    /// Takes a matrix that is stored as `[columns, rows]` in 16 bits, if it is to stay packed.
     fn take_packed_transposed(
         &mut self,
         name: &str,
@@ -66,7 +65,6 @@ impl Weights {
         Matrix::packed(parts, activations).map(Some)
     }
 
-    /// Takes a matrix that is stored as `[columns, rows]`.
     fn transposed<T: Float>(
         &mut self,
         name: &str,

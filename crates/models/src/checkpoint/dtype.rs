@@ -1,16 +1,18 @@
-//! The type that a checkpoint's tensors are read in.
+//! The type of a model's weights.
 
 use burn::tensor::DType;
 
-use super::Weights;
-use crate::{Error, Result, WeightDtype};
+use super::weights::Weights;
+use crate::{
+    dtype::WeightDtype,
+    error::{Error, Result},
+};
 
 impl Weights {
-    /// Says in which type all tensors are handed to the device, once all have been added.
+    /// Sets the type of all tensors on the device. Call it after all tensors have been added.
     ///
     /// # Errors
-    ///
-    /// [`Error::Unsupported`] for a device without the type.
+    /// Returns [`Error::Unsupported`] if the device does not support the type.
     pub(crate) fn set_dtype(&mut self, asked: WeightDtype) -> Result<()> {
         let chosen = asked.dtype().unwrap_or_else(|| self.prevailing());
         self.dtype = chosen;
@@ -21,18 +23,18 @@ impl Weights {
                 _ => String::new(),
             };
             let what = format!("dtype {name}{of} on {:?}", self.device);
-            let why = format!("the device does not compute in {name}, but in f32");
+            let why = format!("the device does not support {name}; use f32");
             return Err(Error::unsupported(what, why));
         }
         if asked == WeightDtype::Auto && self.matrices().any(|(dtype, _)| dtype != chosen) {
             let path = self.path.display();
-            let rest = "those of other types are rounded to it";
-            self.notes.push(format!("{path}: most of its matrices are {name}; {rest}"));
+            let rest = "the others are rounded to it";
+            self.notes.push(format!("{path}: most matrices are {name}; {rest}"));
         }
         Ok(())
     }
 
-    /// The type that most elements of matrices have; of equals f32, then f16.
+    /// Returns the type of most elements of matrices. On a tie, f32 precedes f16, and f16 bf16.
     fn prevailing(&self) -> DType {
         let elements = |dtype| -> usize {
             self.matrices().filter(|(found, _)| *found == dtype).map(|(_, n)| n).sum()
@@ -45,7 +47,7 @@ impl Weights {
         }
     }
 
-    /// Type and number of elements of every float tensor of two dimensions.
+    /// Returns the type and the number of elements of every float tensor with two dimensions.
     fn matrices(&self) -> impl Iterator<Item = (DType, usize)> {
         let tensors = self.tensors.values().map(|entry| &entry.tensor);
         tensors

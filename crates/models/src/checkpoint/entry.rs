@@ -1,31 +1,34 @@
-//! A tensor that has not been taken yet.
+//! Tensors that have not been taken yet.
 
-use std::path::PathBuf;
+use std::{fmt::Debug, path::PathBuf, sync::Arc};
 
 use burn::tensor::{Bytes, DType};
 use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::WeightFormat;
 
-use super::{Stored, mapped::Mapped, packed::Blocks};
-use crate::{Error, Result};
+use super::mapped::{Mapped, Stored};
+use crate::error::{Error, Result};
 
-/// A tensor of a checkpoint.
+/// A tensor of a checkpoint that has not been taken yet.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) tensor: PackTensor,
-    /// The name in the file, for messages.
     pub(super) name: String,
     pub(super) path: PathBuf,
-    /// Where the tensor lies in a file that is mapped.
+    /// The bytes of the tensor in a mapped file.
     pub(super) stored: Option<Stored>,
-    /// The blocks that the tensor is restored from.
     pub(super) blocks: Option<Blocks>,
-    /// Rows per head, if pairs of rows lie side by side that belong to the halves of a head.
+    /// Rows per head, if rows of the two halves of a head alternate.
     pub(super) interleaved: Option<usize>,
 }
 
 impl Entry {
-    /// Bytes in the file.
+    pub(super) fn new(tensor: PackTensor, path: PathBuf, blocks: Option<Blocks>) -> Self {
+        let name = tensor.name.clone();
+        Self { tensor, name, path, stored: None, blocks, interleaved: None }
+    }
+
+    /// Returns the number of bytes in the file.
     pub(super) fn in_file(&self) -> usize {
         match (&self.stored, &self.blocks) {
             (Some(stored), _) => stored.mapped.range.len(),
@@ -34,7 +37,7 @@ impl Entry {
         }
     }
 
-    /// What the type that numbers are packed in is called: that of blocks, or one of 16 bits.
+    /// Returns the name and format of packed numbers: of blocks, or of 16-bit floats.
     pub(super) fn packed_type(&self) -> Option<(String, Option<WeightFormat>)> {
         match (&self.blocks, self.tensor.dtype) {
             (Some(blocks), _) => Some((blocks.name.clone(), blocks.format)),
@@ -44,11 +47,11 @@ impl Entry {
         }
     }
 
-    /// The format of rows that can be multiplied as they are stored.
+    /// Returns the format of rows that can stay packed.
     pub(super) fn packed_format(&self) -> Option<WeightFormat> {
         let (_, format) = self.packed_type()?;
         let shape = &self.tensor.shape;
-        // Rows of blocks that are not whole are an error, those of floats only are not packed.
+        // Incomplete blocks are an error; rows of floats that do not fill blocks are not packed.
         let whole = |format: &WeightFormat| {
             !format.is_float()
                 || shape.last().is_some_and(|n| n.is_multiple_of(format.block_numbers()))
@@ -56,7 +59,7 @@ impl Entry {
         format.filter(whole).filter(|_| shape.num_dims() > 1)
     }
 
-    /// Where it lies in a file, as it is packed.
+    /// Returns the range of a mapped file that has the packed bytes.
     pub(super) fn packed_at(&self) -> Option<&Mapped> {
         match (&self.blocks, &self.stored) {
             (Some(blocks), _) => blocks.mapped(),
@@ -65,26 +68,63 @@ impl Entry {
     }
 
     pub(super) fn bytes(&self) -> Result<Bytes> {
-        self.tensor.to_bytes().map_err(|error| Error::Tensor {
-            path: self.path.clone(),
-            tensor: self.name.clone(),
-            why: error.to_string(),
-        })
+        self.tensor.to_bytes().map_err(|error| self.flawed(error.to_string()))
     }
 
     pub(super) fn flawed(&self, why: String) -> Error {
         Error::Tensor { path: self.path.clone(), tensor: self.name.clone(), why }
     }
 
-    /// Checks that rows can be those of heads in pairs.
+    /// Checks that rows form heads with an even number of rows.
     pub(super) fn check_pairs(&self, rows: usize, head_dim: usize) -> Result<()> {
         match head_dim.is_multiple_of(2) && rows.is_multiple_of(head_dim) {
             true => Ok(()),
             false => {
-                Err(self.flawed(format!("its rows are not heads of {head_dim} rows in pairs")))
+                Err(self.flawed(format!("has rows that are not pairs in heads of {head_dim} rows")))
             }
         }
     }
+}
+
+/// The blocks of a tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks {
+    pub(crate) name: String,
+    /// The format of packed weights; `None` if no kernel reads the type.
+    pub(crate) format: Option<WeightFormat>,
+    pub(crate) source: BlockSource,
+}
+
+/// The source of blocks.
+#[derive(Clone, Debug)]
+pub(crate) enum BlockSource {
+    /// A range of a GGUF file.
+    Mapped(Mapped),
+    Joined(Arc<dyn Join>),
+}
+
+impl Blocks {
+    /// Returns the range of a mapped file that has the blocks.
+    pub(super) fn mapped(&self) -> Option<&Mapped> {
+        match &self.source {
+            BlockSource::Mapped(mapped) => Some(mapped),
+            BlockSource::Joined(_) => None,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        match &self.source {
+            BlockSource::Mapped(mapped) => mapped.range.len(),
+            BlockSource::Joined(joined) => joined.n_bytes(),
+        }
+    }
+}
+
+/// Tensors that are joined to form blocks.
+pub(crate) trait Join: Debug + Send + Sync {
+    fn n_bytes(&self) -> usize;
+
+    fn blocks(&self) -> Result<Vec<u8>>;
 }
 
 /// Puts rows 0, 2, 4, .. of each head of `head_dim` rows first, then rows 1, 3, 5, ..

@@ -6,14 +6,13 @@ use burn::{
 };
 use kv_weights::{PackedExperts, PackedLayout, WeightFormat, largest_buffer};
 
-use super::{Weights, mapped::Mapped, packed::reads_mapped};
+use super::{mapped::Mapped, packed::reads_mapped, weights::Weights};
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     mxfp4::{self, BLOCK},
     nn::{ExpertStack, Linear, Matrix},
 };
 
-/// A projection of one expert.
 pub(crate) struct ExpertRows {
     numbers: Numbers,
     bias: Vec<f32>,
@@ -25,7 +24,6 @@ enum Numbers {
     Packed(Vec<Part>),
 }
 
-/// Rows of blocks.
 struct Part {
     format: WeightFormat,
     rows: usize,
@@ -33,7 +31,7 @@ struct Part {
 }
 
 impl ExpertRows {
-    /// The blocks of a part of the rows, if they are packed.
+    /// Returns the blocks of one part of the rows, if they are packed.
     fn part(&self, index: usize) -> Option<&[u8]> {
         match &self.numbers {
             Numbers::Packed(parts) => parts.get(index).map(|part| &*part.bytes),
@@ -41,7 +39,7 @@ impl ExpertRows {
         }
     }
 
-    /// Even rows first, then odd ones.
+    /// Puts even rows first, then odd ones.
     pub(crate) fn split(self) -> Self {
         let numbers = match self.numbers {
             Numbers::Floats(values) => Numbers::Floats(even_then_odd(&values, self.columns)),
@@ -56,7 +54,7 @@ impl ExpertRows {
         Self { numbers, bias: even_then_odd(&self.bias, 1), ..self }
     }
 
-    /// These rows, then those of `other`; `None` if one is packed and the other is not.
+    /// Appends the rows of `other`; `None` if one is packed and the other is not.
     pub(crate) fn then(mut self, other: Self) -> Option<Self> {
         match (&mut self.numbers, other.numbers) {
             (Numbers::Floats(values), Numbers::Floats(more)) => values.extend(more),
@@ -68,20 +66,20 @@ impl ExpertRows {
     }
 }
 
-/// Rows 0, 2, 4, .. of so many elements each, then rows 1, 3, 5, ..
+/// Returns rows 0, 2, 4, .. of `width` elements each, then rows 1, 3, 5, ..
 fn even_then_odd<T: Copy>(values: &[T], width: usize) -> Vec<T> {
     let rows = |first: usize| values.chunks_exact(width).skip(first).step_by(2).flatten();
     rows(0).chain(rows(1)).copied().collect()
 }
 
-/// Blocks as Hugging Face checkpoints have them, codes and scales apart.
+/// MXFP4 blocks of Hugging Face checkpoints, with codes and scales apart.
 struct Mxfp4 {
     codes: Vec<u8>,
     scales: Vec<u8>,
 }
 
 impl Mxfp4 {
-    /// The same blocks as GGUF files hold them.
+    /// Returns the blocks in the layout of GGUF files.
     fn gguf_blocks(&self) -> Vec<u8> {
         let blocks = self.codes.chunks_exact(BLOCK / 2).zip(&self.scales);
         blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect()
@@ -89,18 +87,16 @@ impl Mxfp4 {
 }
 
 impl Weights {
-    /// Whether the tensors are those of a GGUF file.
     pub(crate) fn is_gguf(&self) -> bool {
         self.gguf.is_some()
     }
 
-    /// Takes the matrices `[rows, columns]` and the biases `[rows]` of experts to the host. The shape
-    /// is `[experts, rows, columns]`. GGUF files have matrices of this layout; Hugging Face ones have transposed
-    /// floats, or blocks of MXFP4 (`NAME_blocks`, `NAME_scales`) that are not transposed.
+    /// Takes the matrices `[rows, columns]` and biases `[rows]` of experts to the host. `shape` is
+    /// `[experts, rows, columns]`. GGUF files have matrices of this layout. Hugging Face files have
+    /// transposed floats, or MXFP4 blocks (`NAME_blocks`, `NAME_scales`) that are not transposed.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub(crate) fn experts(
         &mut self,
         name: &str,
@@ -153,7 +149,7 @@ impl Weights {
         Ok(values)
     }
 
-    /// The matrices in blocks, if they are to stay packed and are there in blocks.
+    /// Takes the matrices as blocks, if they are stored as blocks and are to stay packed.
     fn packed_experts(
         &mut self,
         name: &str,
@@ -179,7 +175,7 @@ impl Weights {
         }
         let found = self.tensors.get(weight).filter(|entry| entry.tensor.shape.to_vec() == shape);
         let Some(entry) = found else { return Ok(None) };
-        // Those of Hugging Face checkpoints are transposed.
+        // Hugging Face checkpoints store experts transposed.
         let found = entry.packed_at().zip(entry.packed_format()).filter(|_| self.is_gguf());
         let Some((mapped, format)) = found else { return Ok(None) };
         let layout = PackedLayout::new(format, [rows, columns])?;
@@ -195,7 +191,6 @@ impl Weights {
         Ok(Some(experts))
     }
 
-    /// The blocks of a Hugging Face checkpoint.
     fn mxfp4(&mut self, name: &str, [n, rows, columns]: [usize; 3]) -> Result<Mxfp4> {
         let per_row = columns / BLOCK;
         let codes = self.bytes(&format!("{name}_blocks"), &[n, rows, per_row, BLOCK / 2])?;
@@ -203,33 +198,27 @@ impl Weights {
         Ok(Mxfp4 { codes, scales })
     }
 
-    /// Takes a tensor of bytes.
     fn bytes(&mut self, name: &str, expected: &[usize]) -> Result<Vec<u8>> {
-        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
-        let actual = entry.tensor.shape.to_vec();
-        if actual != expected {
-            let (path, tensor) = (entry.path.clone(), entry.name.clone());
-            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
-        }
-        if entry.tensor.dtype != DType::U8 {
-            return Err(entry.flawed(format!("has type {:?}, codes are U8", entry.tensor.dtype)));
+        let entry = self.take(name, expected)?;
+        let dtype = entry.tensor.dtype;
+        if dtype != DType::U8 {
+            return Err(entry.flawed(format!("has type {dtype:?}, but codes must be U8")));
         }
         let bytes = entry.bytes()?.to_vec();
         self.watcher.read(bytes.len());
         Ok(bytes)
     }
 
-    /// The error of a tensor that has been taken.
+    /// Returns the error of a tensor that has been taken.
     pub(crate) fn flawed(&self, name: &str, why: String) -> Error {
         Error::Tensor { path: self.path.clone(), tensor: name.into(), why }
     }
 
-    /// The projections of experts: their rows in the model's type, or packed; and all together where they are packed on a
-    /// GPU, in the same memory.
+    /// Returns the projections of experts, packed or as floats of the model's type. If they are
+    /// packed on a GPU, a stack of all of them shares their memory.
     ///
     /// # Errors
-    ///
-    /// A device that does not multiply packed weights.
+    /// Fails if the device does not multiply packed weights.
     pub(crate) fn linears_of(
         &mut self,
         experts: Vec<ExpertRows>,
@@ -241,8 +230,8 @@ impl Weights {
         Ok((linears.collect::<Result<_>>()?, None))
     }
 
-    /// Each part of rows of all experts in one buffer; `None` where they are not packed, where the CPU reads them from
-    /// the file, and where they are not alike or more than a buffer has.
+    /// Puts each part of the rows of all experts into one buffer. Returns `None` if the experts are
+    /// not packed, have different formats, exceed a buffer, or are read from the file by the CPU.
     fn parts_of(&self, experts: &[ExpertRows]) -> Result<Option<Vec<PackedExperts>>> {
         if reads_mapped(&self.device) {
             return Ok(None);
@@ -264,7 +253,7 @@ impl Weights {
             }
             let shape = [rows, experts[0].columns];
             match PackedExperts::from_bytes(&bytes, format, shape, &self.device) {
-                // What lies between experts may be too much.
+                // The padding between experts can exceed the buffer.
                 Err(kv_weights::Error::Unsupported { .. }) => return Ok(None),
                 stack => stacks.push(stack?),
             }
@@ -272,7 +261,7 @@ impl Weights {
         Ok(Some(stacks))
     }
 
-    /// The projections of experts whose rows are in `parts`, each with its bias.
+    /// Returns the projections of experts whose rows are in `parts`, each with its bias.
     fn stacked(
         &mut self,
         experts: Vec<ExpertRows>,
@@ -295,11 +284,10 @@ impl Weights {
         Ok((linears, ExpertStack::new(parts, biases, activations)))
     }
 
-    /// The projection of an expert: its rows in the model's type, or packed.
+    /// Returns the projection of one expert, packed or as floats of the model's type.
     ///
     /// # Errors
-    ///
-    /// A device that does not multiply packed weights.
+    /// Fails if the device does not multiply packed weights.
     fn linear_of(&mut self, rows: ExpertRows) -> Result<Linear> {
         let ExpertRows { numbers, bias, columns } = rows;
         let n_rows = bias.len();
@@ -322,8 +310,7 @@ impl Weights {
     /// Takes a vector.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn parameter(&mut self, name: &str, len: usize) -> Result<Param<Tensor<1>>> {
         self.vector(&[(name.into(), len)])
     }

@@ -10,7 +10,6 @@ use crate::{
     gguf::NumberType,
 };
 
-/// A range of a memory-mapped file.
 #[derive(Clone, Debug)]
 pub(crate) struct Mapped {
     pub(crate) map: Arc<Mmap>,
@@ -22,7 +21,7 @@ impl Mapped {
         &self.map[self.range.clone()]
     }
 
-    /// The same bytes, which keep the file mapped.
+    /// Returns the bytes without copying them; they keep the file mapped.
     pub(super) fn shared(&self) -> Bytes {
         struct File(Arc<Mmap>);
         impl AsRef<[u8]> for File {
@@ -34,31 +33,31 @@ impl Mapped {
         Bytes::from_shared(mapped, AllocationProperty::File)
     }
 
-    /// This range and the next as one, if they are neighbors in one file.
+    /// Joins this range and the next, if they are neighbors in one file.
     pub(super) fn then(&self, next: &Self) -> Option<Self> {
         let neighbors = Arc::ptr_eq(&self.map, &next.map) && self.range.end == next.range.start;
         neighbors.then(|| Self { map: self.map.clone(), range: self.range.start..next.range.end })
     }
 
-    /// Gives the memory of whole pages of the range back to the system, once their bytes have been copied: the system
-    /// would not take it before memory is short, and until then a program looks as if it had two copies. They are read
-    /// from the file again if they are looked at again.
+    /// Returns whole pages of the range to the system, once their bytes have been copied. The
+    /// system would reclaim them only when memory is short, and until then the program would seem
+    /// to hold two copies. A later access reads them from the file again.
     pub(super) fn give_back(&self) {
         #[cfg(unix)]
         {
-            /// A multiple of the size of a page on every system there is.
+            /// A multiple of the page size of every supported system.
             const PAGE: usize = 1 << 16;
             let start = self.range.start.next_multiple_of(PAGE);
             let end = self.range.end / PAGE * PAGE;
             if start < end {
                 self.map_pages_one_by_one();
-                // SAFETY: the pages are those of a file that is mapped to be read, so that what they hold afterwards is
-                // what they held before.
+                // SAFETY: the mapping is read-only, so the pages have the same contents when they
+                // are read again.
                 let given = unsafe {
                     let advice = memmap2::UncheckedAdvice::DontNeed;
                     self.map.unchecked_advise_range(advice, start, end - start)
                 };
-                // Without it the program only takes more memory.
+                // If this fails, the program only uses more memory.
                 let _ = given;
             }
         }
@@ -67,35 +66,36 @@ impl Mapped {
 
 #[cfg(unix)]
 impl Mapped {
-    /// Asks for small pages around the range. Linux keeps large files in pages of 2 MB, and where these are mapped whole,
-    /// giving a part back is to give all back, which is mapped again with the first byte of it that is read.
+    /// Asks for small pages around the range. Linux maps large files in pages of 2 MB. Returning a
+    /// part of such a page returns all of it, and the next read of any byte maps it again.
     fn map_pages_one_by_one(&self) {
         #[cfg(target_os = "linux")]
         {
-            /// Bytes of a huge page; where they are larger, files are not kept in them.
+            /// Bytes of a huge page. Systems with larger huge pages do not use them for files.
             const HUGE: usize = 2 << 20;
             let base = self.map.as_ptr().addr() % HUGE;
             let start = ((base + self.range.start) / HUGE * HUGE).saturating_sub(base);
             let end = (base + self.range.end).next_multiple_of(HUGE) - base;
             let end = end.min(self.map.len());
-            // Without it the program only takes more memory.
+            // If this fails, the program only uses more memory.
             let _ = self.map.advise_range(memmap2::Advice::NoHugePage, start, end - start);
         }
     }
 }
 
-/// A tensor where it lies in a file, and what its bytes are.
+/// A tensor in a mapped file, and the type of its numbers.
 #[derive(Clone, Debug)]
 pub(crate) struct Stored {
     pub(crate) mapped: Mapped,
     pub(crate) kind: NumberType,
 }
 
-/// Numbers of blocks that are restored at a time; whole blocks of every type.
+/// Numbers that are restored at a time: whole blocks of every type.
 const PART: usize = 1 << 18;
 
 impl Stored {
-    /// Appends all numbers to `values`, in its type, without another copy of them.
+    /// Appends all numbers to `values` in its type, without an intermediate copy of the whole
+    /// tensor.
     pub(super) fn append<T: Float>(&self, values: &mut Vec<T>) -> Result<(), Flaw> {
         let bytes = self.mapped.bytes();
         let blocks = match self.kind {

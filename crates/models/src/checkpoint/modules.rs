@@ -1,22 +1,23 @@
-//! The parts that families are built from, taken out of a checkpoint.
+//! Modules that importers take from a checkpoint.
 
 use burn::tensor::TensorData;
 
-use super::Weights;
+use super::weights::Weights;
 use crate::{
-    LanguageModel, ModelSpec, Result,
+    error::Result,
+    model::LanguageModel,
     nn::{Embedding, LayerNorm, Linear, QkNorms, RmsNorm},
+    spec::ModelSpec,
 };
 
 impl Weights {
-    /// Takes a projection whose rows are those of `parts`, each the name of a module and a number of
-    /// rows, in this order.
+    /// Takes a projection whose rows are the rows of `parts` in order. Each part is the name of a
+    /// module and a number of rows.
     ///
     /// # Errors
-    ///
-    /// A tensor that is missing or has another shape, a type other than f32, f16 and bf16, or values
-    /// that are not finite or that the model's type does not reach. The same holds for the other
-    /// methods that take tensors.
+    /// Fails if a tensor is missing, has another shape, a type other than f32, f16 and bf16, or
+    /// values that are not finite or exceed the model's type. All methods that take tensors fail in
+    /// these cases.
     pub fn linear(
         &mut self,
         parts: &[(String, usize)],
@@ -34,8 +35,7 @@ impl Weights {
     /// Takes an embedding, `[rows, width]`.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn embedding(&mut self, name: &str, rows: usize, width: usize) -> Result<Embedding> {
         Ok(Embedding { weight: self.matrix(&[(format!("{name}.weight"), rows)], width)? })
     }
@@ -43,8 +43,7 @@ impl Weights {
     /// Takes the output projection, unless it is `tied` to the embedding.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn head(&mut self, tied: bool, rows: usize, width: usize) -> Result<Option<Linear>> {
         let Some(names) = self.names.filter(|_| !tied) else { return Ok(None) };
         let name = names.head.strip_suffix(".weight").unwrap_or(names.head);
@@ -54,8 +53,7 @@ impl Weights {
     /// Takes the norm `name` over `width` channels, with its bias.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn layer_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<LayerNorm> {
         let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
         let beta = Some(self.vector(&[(format!("{name}.bias"), width)])?);
@@ -65,19 +63,16 @@ impl Weights {
     /// Takes the norm `name` over `width` channels.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn rms_norm(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
         let gamma = self.vector(&[(format!("{name}.weight"), width)])?;
         Ok(RmsNorm { gamma, epsilon, plus_one: false })
     }
 
-    /// Takes the norm `name` over `width` channels, whose gains are stored less 1; in GGUF files they are
-    /// stored as they are.
+    /// Takes the norm `name` over `width` channels. Gains are stored less 1, except in GGUF files.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn rms_norm_plus_one(&mut self, name: &str, width: usize, epsilon: f64) -> Result<RmsNorm> {
         if self.is_outline() {
             return Ok(RmsNorm { plus_one: true, ..self.rms_norm(name, width, epsilon)? });
@@ -90,11 +85,10 @@ impl Weights {
         Ok(RmsNorm { gamma: self.param(data), epsilon, plus_one: true })
     }
 
-    /// Takes the norms of the heads of queries and of keys, by these names.
+    /// Takes the norms of query and key heads by these names.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn qk_norms(
         &mut self,
         [query, key]: &[String; 2],
@@ -107,13 +101,12 @@ impl Weights {
         })
     }
 
-    /// Takes the layers of `spec`, ends the import as [`finish`](Self::finish) does, and makes the `model` of them.
-    /// When the first layer is there, the [`LoadObserver`](crate::LoadObserver) is shown the model that it alone would
-    /// make.
+    /// Takes the layers of `spec`, ends the import as [`finish`](Self::finish) does, and returns
+    /// the `model` with these layers. After the first layer, the
+    /// [`LoadObserver`](crate::LoadObserver) receives a model with this layer only.
     ///
     /// # Errors
-    ///
-    /// Those of `layer` and of [`finish`](Self::finish).
+    /// Fails as `layer` and [`finish`](Self::finish) do.
     pub fn layers<L: Clone, M: Into<LanguageModel>>(
         &mut self,
         spec: &ModelSpec,

@@ -1,5 +1,5 @@
-//! A model whose configuration is there and whose weights are not: what its importer asks for is listed, and
-//! nothing is read or allocated.
+//! Models without weights. The tensors that an importer requests are listed; nothing is read or
+//! allocated.
 
 use burn::{
     module::{Param, ParamId},
@@ -7,45 +7,36 @@ use burn::{
 };
 use burn_store::{bridge, burn_pack::Error as PackError};
 
-use super::{Names, Weights, entry::Entry};
-use crate::{Error, ModelSpec, Result, load::Planned, mxfp4::BLOCK};
-
-/// What a checkpoint that is not there would hold.
-#[derive(Clone, Debug)]
-pub(crate) struct Outline {
-    /// The type of its floats.
-    pub(crate) stored: DType,
-    /// Whether its experts are in blocks of MXFP4.
-    pub(crate) mxfp4: bool,
-    /// What the model is, once that is known.
-    model: Option<(&'static Names, ModelSpec)>,
-}
-
-impl Outline {
-    pub(crate) fn new(stored: DType, mxfp4: bool) -> Self {
-        Self { stored, mxfp4, model: None }
-    }
-}
+use super::{
+    entry::Entry,
+    observer::Planned,
+    weights::{Outline, Weights},
+};
+use crate::{
+    error::{Error, Result},
+    exports::Names,
+    mxfp4::BLOCK,
+    spec::ModelSpec,
+};
 
 impl Weights {
-    /// From here on, tensors are listed instead of taken.
+    /// Lists tensors from here on instead of taking them.
     pub(crate) fn outline(&mut self, outline: Outline) {
         self.outline = Some(outline);
     }
 
-    /// Whether tensors are only listed.
     pub(super) fn is_outline(&self) -> bool {
         self.outline.is_some()
     }
 
-    /// Keeps what the model is until all its tensors are listed.
+    /// Keeps names and sizes until all tensors are listed.
     pub(super) fn begin_outline(&mut self, names: &'static Names, spec: &ModelSpec) {
         if let Some(outline) = &mut self.outline {
             outline.model = Some((names, spec.clone()));
         }
     }
 
-    /// Tells the observer of the model, all of whose tensors are listed.
+    /// Reports the model to the observer, after all tensors have been listed.
     pub(super) fn finish_outline(&mut self) -> Result<()> {
         let model = self.outline.as_mut().and_then(|outline| outline.model.take());
         let Some((names, spec)) = model else { return Ok(()) };
@@ -53,12 +44,11 @@ impl Weights {
         self.watcher.begin(&Planned::new(&spec, &weights, self.cache.as_ref()))
     }
 
-    /// Lists a tensor.
     fn list(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<()> {
-        /// More than any tensor has, and less than what overflows when the bytes of all are added.
+        /// The most bytes of a tensor. It keeps the sum over all tensors from overflowing.
         const MOST: u64 = 1 << 40;
         let numbers = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim as u64));
-        // Restored, each takes at most four bytes.
+        // A restored number takes at most four bytes.
         if numbers.is_none_or(|numbers| numbers > MOST / size_of::<f32>() as u64) {
             let why = format!("would have shape {shape:?}, more than 2^40 bytes in f32");
             return Err(Error::Tensor { path: self.path.clone(), tensor: name.into(), why });
@@ -66,25 +56,16 @@ impl Weights {
         let absent = || Err(PackError::ValidationError("only its shape is known".into()));
         let shape = Shape::from(shape.to_vec());
         let tensor = bridge::deferred(name.into(), dtype, shape, None, absent);
-        let (name, path) = (name.to_string(), self.path.clone());
-        let entry = Entry {
-            name: name.clone(),
-            tensor,
-            path,
-            stored: None,
-            blocks: None,
-            interleaved: None,
-        };
-        self.add(name, entry)
+        self.add(name.into(), Entry::new(tensor, self.path.clone(), None))
     }
 
-    /// Lists a tensor of floats.
     pub(super) fn list_floats(&mut self, name: &str, shape: &[usize]) -> Result<()> {
         let stored = self.outline.as_ref().map_or(DType::F32, |outline| outline.stored);
         self.list(name, shape, stored)
     }
 
-    /// Lists tensors of these numbers of rows, and stands for what they are joined to; `row` is the shape of a row.
+    /// Lists tensors with these numbers of rows, and returns a stand-in for the joined tensor.
+    /// `row` is the shape of a row.
     pub(super) fn list_joined<const D: usize>(
         &mut self,
         parts: &[(String, usize)],
@@ -97,7 +78,7 @@ impl Weights {
         Ok(self.stand_in([&[rows], row].concat()))
     }
 
-    /// A parameter of this shape, which is allocated only if it is computed with.
+    /// Returns a parameter of this shape. It is allocated only when it is used.
     pub(super) fn stand_in<const D: usize>(&self, shape: Vec<usize>) -> Param<Tensor<D>> {
         let (dtype, shape) = (self.dtype, Shape::from(shape));
         let zeros = shape.clone();
@@ -105,7 +86,8 @@ impl Weights {
         Param::uninitialized(ParamId::new(), init, self.device.clone(), false, shape)
     }
 
-    /// Lists the matrices and biases of experts, `[experts, rows, columns]`, as Hugging Face checkpoints have them.
+    /// Lists matrices and biases of experts, `[experts, rows, columns]`, as in Hugging Face
+    /// checkpoints.
     pub(super) fn list_experts(
         &mut self,
         name: &str,

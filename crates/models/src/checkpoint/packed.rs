@@ -1,87 +1,30 @@
-//! Matrices that stay in the blocks of their file.
-
-use std::{collections::BTreeMap, sync::Arc};
+//! Matrices that stay packed in the blocks of their file.
 
 use burn::tensor::{Bytes, DType, Device};
 use kv_weights::{Activations, PackedLayout, PackedMatrix, WeightFormat};
 
 use super::{
-    Weights,
-    entry::{Entry, split_pairs},
+    entry::{BlockSource, Blocks, Entry, split_pairs},
     mapped::Mapped,
-    quantized::Quantized,
+    weights::Weights,
 };
-use crate::{Result, model::PackedSize, nn::Matrix};
-
-/// The blocks of a tensor.
-#[derive(Clone, Debug)]
-pub(crate) struct Blocks {
-    /// What their type is called.
-    pub(crate) name: String,
-    /// `None` for a type that is not multiplied packed.
-    pub(crate) format: Option<WeightFormat>,
-    pub(crate) source: BlockSource,
-}
-
-/// Where blocks come from.
-#[derive(Clone, Debug)]
-pub(crate) enum BlockSource {
-    /// As they lie in a GGUF file.
-    Mapped(Mapped),
-    /// Put together from several tensors when they are taken.
-    Joined(Arc<Quantized>),
-}
-
-impl Blocks {
-    /// Where they lie in a file.
-    pub(super) fn mapped(&self) -> Option<&Mapped> {
-        match &self.source {
-            BlockSource::Mapped(mapped) => Some(mapped),
-            BlockSource::Joined(_) => None,
-        }
-    }
-
-    /// How many bytes they are.
-    pub(super) fn len(&self) -> usize {
-        match &self.source {
-            BlockSource::Mapped(mapped) => mapped.range.len(),
-            BlockSource::Joined(quantized) => quantized.layout().bytes(),
-        }
-    }
-}
+use crate::{
+    error::Result,
+    nn::{Matrix, PackedSize},
+};
 
 impl Entry {
-    /// The bytes that it is packed in.
     fn packed_bytes(&self) -> Result<Source> {
         if let Some(mapped) = self.packed_at() {
             return Ok(Source::Mapped(mapped.clone()));
         }
         Ok(Source::Copied(match &self.blocks {
-            Some(Blocks { source: BlockSource::Joined(quantized), .. }) => quantized.blocks()?,
+            Some(Blocks { source: BlockSource::Joined(joined), .. }) => joined.blocks()?,
             _ => self.bytes()?.to_vec(),
         }))
     }
 }
 
-/// What became of the blocks of a file.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    size: PackedSize,
-    /// Matrices that were restored although packed ones were asked for: their number, bytes and numbers by type.
-    restored: BTreeMap<String, [usize; 3]>,
-    /// Where blocks lie in the files that have been copied.
-    copied: Vec<Mapped>,
-}
-
-impl Kept {
-    /// Counts `matrices` of this layout.
-    pub(super) fn add(&mut self, layout: PackedLayout, matrices: usize) {
-        let numbers = layout.rows() * layout.columns();
-        self.size.add(layout.format(), matrices * layout.bytes(), matrices * numbers);
-    }
-}
-
-/// Rows of blocks of one format.
 struct Rows {
     format: WeightFormat,
     rows: usize,
@@ -89,9 +32,9 @@ struct Rows {
 }
 
 enum Source {
-    /// As they lie in the file.
+    /// A range of a file.
     Mapped(Mapped),
-    /// Put together from several places, in a buffer that has room for all that is to come.
+    /// Bytes joined from several places, with capacity for all that follow.
     Copied(Vec<u8>),
 }
 
@@ -103,7 +46,8 @@ impl Source {
         }
     }
 
-    /// These bytes in a buffer with room for `more`; the pages of a file are given back.
+    /// Returns the bytes in a buffer with capacity for `more`, and returns pages of a file to the
+    /// system.
     fn into_vec(self, more: usize) -> Vec<u8> {
         match self {
             Self::Mapped(mapped) => Self::copy(&mapped, more),
@@ -111,7 +55,7 @@ impl Source {
         }
     }
 
-    /// Copies bytes of a file, gives their pages back, and leaves room for `more` bytes.
+    /// Copies bytes of a file with capacity for `more`, and returns their pages to the system.
     fn copy(mapped: &Mapped, more: usize) -> Vec<u8> {
         let mut copied = Vec::with_capacity(mapped.range.len() + more);
         copied.extend_from_slice(mapped.bytes());
@@ -119,7 +63,7 @@ impl Source {
         copied
     }
 
-    /// These bytes, then those of `next`, after which `more` will come.
+    /// Appends the bytes of `next`, with capacity for `more` bytes.
     fn then(self, next: Self, more: usize) -> Self {
         if let (Self::Mapped(first), Self::Mapped(next)) = (&self, &next)
             && let Some(both) = first.then(next)
@@ -146,12 +90,11 @@ impl Source {
 }
 
 impl Weights {
-    /// Says whether matrices stay in the blocks of the file, and what they are then multiplied with. Blocks are
-    /// computed with in f32; of a model of another type they are restored.
+    /// Sets whether matrices stay packed in the blocks of the file, and the precision of
+    /// activations. Packed weights compute in f32; a model of another type restores them.
     ///
     /// # Errors
-    ///
-    /// An error for a device that does not multiply them.
+    /// Fails if the device does not multiply packed weights.
     pub(crate) fn set_packed(&mut self, packed: Option<Activations>) -> Result<()> {
         if packed.is_some() {
             kv_weights::check_device("packed weights", &self.device)?;
@@ -160,8 +103,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Takes a matrix of the rows of `parts` as it is in the file, if it is to stay packed and its parts are there in
-    /// blocks; the others are left to be restored.
+    /// Takes a packed matrix with the rows of `parts`, if it is to stay packed and all parts are
+    /// stored as blocks. Otherwise takes nothing.
     pub(super) fn take_packed(
         &mut self,
         parts: &[(String, usize)],
@@ -215,7 +158,7 @@ impl Weights {
         Matrix::packed(matrices, activations).map(Some)
     }
 
-    /// A packed matrix on the device, as several if it is larger than a buffer.
+    /// Returns a packed matrix on the device, divided if it is larger than a buffer.
     fn pack(
         &mut self,
         source: Source,
@@ -225,7 +168,7 @@ impl Weights {
         match source {
             Source::Mapped(mapped) => {
                 let matrix = self.pack_bytes(mapped.shared(), format, shape)?;
-                // What does not lie at a word has been copied.
+                // Bytes that are not aligned to words were copied.
                 let word = size_of::<u32>();
                 let at_words = mapped.bytes().as_ptr().addr().is_multiple_of(word)
                     && mapped.range.len().is_multiple_of(word);
@@ -238,7 +181,7 @@ impl Weights {
         }
     }
 
-    /// A packed matrix of these bytes on the device, as several if it is larger than a buffer.
+    /// Returns a packed matrix of these bytes on the device, divided if it is larger than a buffer.
     pub(super) fn pack_bytes(
         &mut self,
         bytes: Bytes,
@@ -253,7 +196,7 @@ impl Weights {
         Ok(parts)
     }
 
-    /// Counts a tensor that is restored although blocks were to stay.
+    /// Counts a tensor that is restored although packed weights were requested.
     pub(super) fn count_restored(&mut self, name: &str) {
         if self.packed.is_none() {
             return;
@@ -267,24 +210,26 @@ impl Weights {
         }
     }
 
-    /// How much stayed packed; says what was restored although packed weights were asked for, and what that costs.
+    /// Returns the size of packed weights, and notes which tensors were restored and what that
+    /// costs.
     ///
-    /// Called when all has been read. What has been copied is given back once more: when something beside it was read
-    /// for the first time, the system mapped the large page of the file that both are in.
+    /// Called after all tensors have been read. Copied ranges are returned to the system once more,
+    /// because reading a neighbor for the first time maps the large page that contains both.
     pub(crate) fn kept(&mut self) -> PackedSize {
         let kept = std::mem::take(&mut self.kept);
         kept.copied.iter().for_each(Mapped::give_back);
         for (name, [tensors, bytes, numbers]) in &kept.restored {
             let [file, memory] = [*bytes, 4 * numbers].map(|n| n as f64 / 1e6);
             self.notes.push(format!(
-                "{tensors} tensors of {name} are restored to f32: {memory:.1} MB, {file:.1} in the file"
+                "{tensors} tensors of {name} are restored to f32: {memory:.1} MB, {file:.1} MB in \
+                 the file"
             ));
         }
         kept.size
     }
 }
 
-/// Whether packed weights are read where they lie in a file, rather than copied to a device.
+/// Returns whether packed weights are read from the mapped file rather than copied to a device.
 pub(super) fn reads_mapped(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     if <kv_cubecl::Flex as kv_cubecl::Target>::hosts(device) {
@@ -295,7 +240,7 @@ pub(super) fn reads_mapped(device: &Device) -> bool {
 }
 
 impl Entry {
-    /// Checks the numbers of all rows of a matrix, or of several of one layout.
+    /// Checks that all numbers of one matrix, or of several with one layout, are finite.
     pub(super) fn check_finite(&self, layout: PackedLayout, blocks: &[u8]) -> Result<()> {
         match layout.not_finite(blocks) {
             None => Ok(()),

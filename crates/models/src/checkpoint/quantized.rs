@@ -1,17 +1,20 @@
-//! Quantized matrices of safetensors files: one that is stored as several tensors becomes one that has blocks.
+//! Quantized matrices of safetensors files: several tensors become one matrix of blocks.
 //!
-//! Integers are stored as by the `compressed-tensors` library in its format `pack-quantized`
-//! (<https://github.com/vllm-project/compressed-tensors>), for a matrix `NAME` of `[rows, columns]` and codes of `bits`:
+//! Integers follow the format `pack-quantized` of the `compressed-tensors` library
+//! (<https://github.com/vllm-project/compressed-tensors>). For a matrix `NAME` of `[rows, columns]`
+//! and codes of `bits`:
 //!
-//! | tensor | type | shape | |
+//! | tensor | type | shape | content |
 //! |---|---|---|---|
-//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes from 0, the first in the lowest bits |
+//! | `NAME_packed` | I32 | `[rows, columns * bits / 32]` | codes, the first in the low bits |
 //! | `NAME_scale` | F16, BF16 or F32 | `[rows, groups]` | `scale * (code - zero)` |
-//! | `NAME_zero_point` | I32 | `[rows * bits / 32, groups]`, rounded up | zeros, packed along the rows; 8 or 128 without it |
+//! | `NAME_zero_point` | I32 | `[ceil(rows * bits / 32), groups]` | zeros, packed along the rows |
 //! | `NAME_shape` | I64 or I32 | `[2]` | rows and columns |
 //!
-//! MXFP4 is stored as in gpt-oss's files: `NAME_blocks`, U8 `[rows, columns / 32, 16]`, two codes to a byte, the first
-//! of them in its lower half, and `NAME_scales`, U8 `[rows, columns / 32]`, exponents.
+//! Without `NAME_zero_point`, all zeros are 8 or 128.
+//!
+//! MXFP4 follows gpt-oss. `NAME_blocks` is U8 `[rows, columns / 32, 16]` with two codes to a byte,
+//! the first in its lower half. `NAME_scales` is U8 `[rows, columns / 32]` with exponents.
 
 use std::sync::Arc;
 
@@ -21,29 +24,27 @@ use half::f16;
 use kv_weights::{GroupSize, PackedLayout, WeightFormat};
 
 use super::{
-    Weights,
-    entry::Entry,
-    packed::{BlockSource, Blocks},
+    entry::{BlockSource, Blocks, Entry, Join},
+    weights::Weights,
 };
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     float::append,
     mxfp4::{self, BLOCK},
 };
 
-/// The `quant_method` of integers, and the `format` of those that are read.
+/// The `quant_method` and the `format` of integers.
 pub(crate) const INTEGERS: &str = "compressed-tensors";
 pub(crate) const INTEGER_FORMAT: &str = "pack-quantized";
 /// The `quant_method` of MXFP4.
 pub(crate) const MXFP4: &str = "mxfp4";
-/// How the names of such tensors end, after that of the matrix.
+/// Suffixes of the tensors of a quantized matrix.
 pub(crate) const PACKED: &str = "_packed";
 pub(crate) const SCALE: &str = "_scale";
 pub(crate) const ZERO_POINT: &str = "_zero_point";
 pub(crate) const SHAPE: &str = "_shape";
 pub(crate) const BLOCKS: &str = "_blocks";
 pub(crate) const SCALES: &str = "_scales";
-/// How the name of a matrix ends.
 const WEIGHT: &str = ".weight";
 
 /// The tensors of a quantized matrix.
@@ -56,11 +57,10 @@ pub(crate) struct Quantized {
 }
 
 impl Weights {
-    /// Puts the tensors of quantized matrices together, once all have been added.
+    /// Joins the tensors of quantized matrices. Call it after all tensors have been added.
     ///
     /// # Errors
-    ///
-    /// One that is missing, or of another type or shape than the others say.
+    /// Fails if a tensor is missing or contradicts the others in type or shape.
     pub(crate) fn join_quantized(&mut self) -> Result<()> {
         let names: Vec<String> = self.tensors.keys().cloned().collect();
         for name in names {
@@ -78,7 +78,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Takes one of the tensors that `matrix` is stored as.
+    /// Takes one of the tensors of `matrix`.
     fn part(&mut self, matrix: &str, suffix: &str) -> Result<Entry> {
         let name = format!("{matrix}{suffix}");
         let missing = || Error::MissingTensor { path: self.path.clone(), tensor: name.clone() };
@@ -92,20 +92,16 @@ impl Weights {
         codes.check_type(&[DType::I32])?;
         let [rows, columns] = match self.tensors.remove(&format!("{matrix}{SHAPE}")) {
             Some(shape) => shape.numbers(rows)?,
-            // Codes of 4 bits are the usual ones.
+            // Codes usually have 4 bits.
             None => [rows, 8 * words],
         };
-        let bits = match (32 * words)
-            .checked_div(columns)
-            .filter(|_| (32 * words) % columns.max(1) == 0)
-        {
-            Some(bits @ (4 | 8)) => bits,
-            _ => {
-                let why = format!(
-                    "has rows of {words} words, which are not {columns} codes of 4 or of 8 bits"
-                );
-                return Err(codes.flawed(why));
-            }
+        let Some(bits) =
+            [4, 8].into_iter().find(|bits| columns > 0 && bits * columns == 32 * words)
+        else {
+            let why = format!(
+                "has rows of {words} words, which are not {columns} codes of 4 or of 8 bits"
+            );
+            return Err(codes.flawed(why));
         };
         let [scale_rows, groups] = scales.shape()?;
         let size = columns.checked_div(groups).filter(|_| columns % groups.max(1) == 0);
@@ -113,8 +109,8 @@ impl Weights {
         let group = sizes.into_iter().find(|group| Some(group.numbers()) == size);
         let Some(group) = group.filter(|_| scale_rows == rows) else {
             let why = format!(
-                "has shape [{scale_rows}, {groups}], which are not the scales of {rows} rows of {columns} numbers in groups \
-                 of 32, 64 or 128"
+                "has shape [{scale_rows}, {groups}], but {rows} rows of {columns} numbers need \
+                 scales for groups of 32, 64 or 128"
             );
             return Err(scales.flawed(why));
         };
@@ -140,17 +136,16 @@ impl Weights {
     }
 }
 
-/// The name of the matrix that a tensor of this name is a part of.
+/// Returns the name of the matrix that this tensor is a part of.
 fn matrix_of<'a>(name: &'a str, suffix: &str) -> Option<&'a str> {
     name.strip_suffix(suffix).filter(|matrix| matrix.ends_with(WEIGHT))
 }
 
 impl Entry {
-    /// The shape of a matrix.
     fn shape(&self) -> Result<[usize; 2]> {
         let shape = self.tensor.shape.to_vec();
         <[usize; 2]>::try_from(&shape[..])
-            .map_err(|_| self.flawed(format!("has shape {shape:?}, which is no matrix")))
+            .map_err(|_| self.flawed(format!("has shape {shape:?}, which is not a matrix")))
     }
 
     fn check_shape(&self, expected: &[usize]) -> Result<()> {
@@ -158,7 +153,8 @@ impl Entry {
         match shape == expected {
             true => Ok(()),
             false => {
-                Err(self.flawed(format!("has shape {shape:?}, beside its scales {expected:?}")))
+                Err(self
+                    .flawed(format!("has shape {shape:?}, but its scales require {expected:?}")))
             }
         }
     }
@@ -171,7 +167,7 @@ impl Entry {
         }
     }
 
-    /// The two numbers of a shape, whose first is `rows`.
+    /// Reads a shape whose first number is `rows`.
     fn numbers(&self, rows: usize) -> Result<[usize; 2]> {
         self.check_type(&[DType::I64, DType::I32])?;
         let (bytes, size) = (self.bytes()?, self.tensor.dtype.size());
@@ -190,7 +186,7 @@ impl Entry {
 }
 
 impl Quantized {
-    /// A matrix whose numbers are restored when it is taken, and whose blocks are there too.
+    /// Returns an entry that has the blocks, and restores them when it is taken.
     fn into_entry(self) -> Entry {
         let layout = self.layout;
         let (rows, columns) = (layout.rows(), layout.columns());
@@ -207,24 +203,8 @@ impl Quantized {
                 quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
             Ok(TensorData::new(layout.format().restore(&blocks), [rows, columns]))
         };
-        let tensor = bridge::deferred(name.clone(), DType::F32, shape, None, restore);
-        Entry { tensor, name, path, stored: None, blocks: Some(blocks), interleaved: None }
-    }
-
-    pub(super) fn layout(&self) -> PackedLayout {
-        self.layout
-    }
-
-    /// The bytes of all rows.
-    pub(super) fn blocks(&self) -> Result<Vec<u8>> {
-        match self.layout.format() {
-            WeightFormat::Mxfp4 => {
-                let (codes, scales) = (self.codes.bytes()?, self.scales.bytes()?);
-                let blocks = codes.chunks_exact(BLOCK / 2).zip(scales.iter());
-                Ok(blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect())
-            }
-            format => self.integer_blocks(format),
-        }
+        let tensor = bridge::deferred(name, DType::F32, shape, None, restore);
+        Entry::new(tensor, path, Some(blocks))
     }
 
     fn integer_blocks(&self, format: WeightFormat) -> Result<Vec<u8>> {
@@ -239,7 +219,7 @@ impl Quantized {
         for (i, codes) in codes.chunks_exact(group_codes).enumerate() {
             let (row, column) = (i / groups, i % groups);
             let zero = match &zeros {
-                // A word has the zeros of as many rows as it has room for.
+                // A word has zeros of several rows.
                 Some(zeros) => {
                     let byte = (row * bits / 32 * groups + column) * 4 + row * bits % 32 / 8;
                     if bits == 8 { zeros[byte] } else { zeros[byte] >> (4 * (row % 2)) & 15 }
@@ -259,7 +239,7 @@ impl Quantized {
         Ok(blocks)
     }
 
-    /// The scales, which blocks have as f16.
+    /// Returns the scales as f16, the type in blocks.
     fn scales(&self) -> Result<Vec<f16>> {
         let (entry, bytes) = (&self.scales, self.scales.bytes()?);
         let mut values: Vec<f32> = vec![];
@@ -278,5 +258,22 @@ impl Quantized {
             }
         };
         values.iter().enumerate().map(exact).collect()
+    }
+}
+
+impl Join for Quantized {
+    fn n_bytes(&self) -> usize {
+        self.layout.bytes()
+    }
+
+    fn blocks(&self) -> Result<Vec<u8>> {
+        match self.layout.format() {
+            WeightFormat::Mxfp4 => {
+                let (codes, scales) = (self.codes.bytes()?, self.scales.bytes()?);
+                let blocks = codes.chunks_exact(BLOCK / 2).zip(scales.iter());
+                Ok(blocks.flat_map(|(codes, scale)| mxfp4::gguf_block(codes, *scale)).collect())
+            }
+            format => self.integer_blocks(format),
+        }
     }
 }

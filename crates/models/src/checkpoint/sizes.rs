@@ -1,22 +1,19 @@
-//! What the tensors of a checkpoint will take, before any is taken.
+//! Sizes of a checkpoint's tensors, before any is taken.
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, WeightFormat};
 
-use super::{Names, Weights, entry::Entry};
-use crate::{WeightDtype, load::WeightBytes};
+use super::{entry::Entry, observer::WeightBytes, weights::Weights};
+use crate::{dtype::WeightDtype, exports::Names};
 
-/// What a tensor takes in memory.
 struct InMemory {
-    /// What its type is called.
     kind: String,
     bytes: usize,
-    /// Whether its rows are multiplied as they are in the file.
     packed: bool,
 }
 
 impl Weights {
-    /// What the tensors that are there take in memory, of a family with these names.
+    /// Returns the sizes in memory of all tensors of a family with these names.
     pub(super) fn sizes(&self, names: &Names) -> WeightBytes {
         let mut sizes = WeightBytes::default();
         let has_head = self.tensors.contains_key(names.head);
@@ -48,7 +45,7 @@ impl Weights {
                 sizes.head = (bytes, shape.iter().product());
             }
             if name == names.embedding {
-                // A head that is tied to it reads all of it.
+                // A tied head reads the whole embedding.
                 let row = bytes / shape.first().copied().unwrap_or(1).max(1);
                 sizes.looked_up = (if has_head { bytes } else { 0 }, row);
             }
@@ -56,7 +53,7 @@ impl Weights {
             if let [.., rows, columns] = shape[..]
                 && !of_vocabulary
             {
-                // Some files have the transpose.
+                // Some files store the transpose.
                 sizes.widest = sizes.widest.max(rows.max(columns));
             }
         }
@@ -64,20 +61,18 @@ impl Weights {
         sizes
     }
 
-    /// Whether the rows of a tensor are multiplied as they are in the file, where packed ones may
-    /// stay so.
+    /// Returns whether the rows of a tensor stay packed if packed weights are requested.
     fn stays_packed(&self, name: &str, entry: &Entry) -> bool {
-        // Of floats, experts that are stored transposed are restored, and so are the biases of experts.
+        // Experts of floats that are stored transposed are restored, and so are biases of experts.
         let restored =
             entry.tensor.shape.num_dims() > 2 && !self.is_gguf() || name.ends_with("bias");
         entry.packed_format().is_some() && (entry.blocks.is_some() || !restored)
     }
 
-    /// The layout that a tensor is planned to be quantized to; `None` for what is not quantized.
+    /// Returns the planned layout of a tensor; `None` if it is not quantized.
     fn planned_layout(&self, names: &Names, name: &str, entry: &Entry) -> Option<PackedLayout> {
         let format: WeightFormat = self.planned?;
-        // Matrices of the layers, the embedding and the head; not tables of positions and what
-        // picks experts.
+        // Tables of positions and routers are not quantized.
         let [rows, columns] = entry.tensor.shape.to_vec()[..] else { return None };
         let quantized =
             name.starts_with(names.layers) || name == names.embedding || name == names.head;
@@ -87,7 +82,7 @@ impl Weights {
         layout.filter(|_| quantized && !name.contains(".router."))
     }
 
-    /// What a tensor takes, if packed ones stay so or if they do not.
+    /// Returns the size of a tensor, with or without packed weights.
     fn in_memory(&self, names: &Names, name: &str, entry: &Entry, packed: bool) -> InMemory {
         if let Some(layout) = self.planned_layout(names, name, entry).filter(|_| packed) {
             let kind = layout.format().name().to_string();
@@ -100,7 +95,7 @@ impl Weights {
         {
             return InMemory { kind, bytes: entry.in_file(), packed: true };
         }
-        // Codes and scales of MXFP4, two codes to a byte.
+        // MXFP4 tensors have two codes to a byte.
         let numbers = match entry.tensor.dtype {
             DType::U8 if packed => {
                 return InMemory { kind: "MXFP4".into(), bytes: numbers, packed: false };

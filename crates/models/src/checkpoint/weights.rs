@@ -1,4 +1,4 @@
-//! Named tensors of a checkpoint, read one at a time.
+//! Named tensors of a checkpoint, which are read one at a time.
 
 use std::{
     collections::{BTreeMap, btree_map},
@@ -14,55 +14,71 @@ use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::{Activations, WeightFormat};
 
 use super::{
-    Names, Outline, Stored,
-    entry::{Entry, split_pairs},
-    packed::{Blocks, Kept},
+    entry::{Blocks, Entry, split_pairs},
+    kept::Kept,
+    mapped::Stored,
+    observer::{Planned, Watcher},
 };
 use crate::{
-    Error, ModelCacheConfig, ModelSpec, Result,
+    cache_config::ModelCacheConfig,
+    error::{Error, Result},
+    exports::Names,
     float::{Float, append, with_float},
     gguf::GgufNames,
-    load::{Planned, Watcher},
     nn::Matrix,
+    spec::ModelSpec,
 };
 
 /// Tensors that have not been read yet, under their Hugging Face names.
 ///
-/// Each is checked for presence, shape, type and finite values when taken, rounded to the model's type
-/// unless it is of that already, and handed to the device, so that at most one of them is in host memory
-/// beside the model.
+/// A tensor is checked for presence, shape, type and finite values when it is taken. It is then
+/// rounded to the model's type and moved to the device, so that host memory holds at most one
+/// tensor beside the model.
 #[derive(Debug)]
 pub struct Weights {
     pub(super) path: PathBuf,
     pub(super) tensors: BTreeMap<String, Entry>,
     pub(super) device: Device,
-    /// The type that tensors are handed to the device in.
     pub(super) dtype: DType,
     /// The names in a GGUF file, for messages.
     pub(super) gguf: Option<&'static GgufNames>,
-    /// The names of the family that is imported, from [`begin`](Self::begin) on.
+    /// The names of the imported family, set by [`begin`](Self::begin).
     pub(super) names: Option<&'static Names>,
-    /// Whether the names in the file begin with the family's prefix, for messages.
+    /// `true` if the names in the file have the family's prefix, for messages.
     prefixed: bool,
     pub(super) notes: Vec<String>,
-    /// What blocks that stay packed are multiplied with; `None` if all are restored.
+    /// The precision of activations with packed weights; `None` if all weights are restored.
     pub(super) packed: Option<Activations>,
     pub(super) kept: Kept,
-    /// The format that matrices are counted in, whatever they are stored in.
+    /// The planned format of matrices; it replaces the stored one in sizes.
     pub(crate) planned: Option<WeightFormat>,
-    /// The most bytes of a buffer of packed weights, if that is less than the device has.
+    /// The most bytes of a buffer of packed weights, if less than the device allows.
     pub(crate) largest_buffer: Option<u64>,
-    /// Who is told what is read.
     pub(crate) watcher: Watcher,
-    /// The cache that the model was trained with.
     pub(crate) cache: Option<ModelCacheConfig>,
-    /// What a checkpoint would hold that is not there.
+    /// The description of a checkpoint that does not exist.
     pub(super) outline: Option<Outline>,
 }
 
+/// A description of a checkpoint that does not exist.
+#[derive(Clone, Debug)]
+pub(crate) struct Outline {
+    pub(crate) stored: DType,
+    /// `true` if its experts are MXFP4 blocks.
+    pub(crate) mxfp4: bool,
+    /// Names and sizes of the model, once they are known.
+    pub(super) model: Option<(&'static Names, ModelSpec)>,
+}
+
+impl Outline {
+    pub(crate) fn new(stored: DType, mxfp4: bool) -> Self {
+        Self { stored, mxfp4, model: None }
+    }
+}
+
 impl Weights {
-    /// No tensors yet, which are to be on `device`; `path` is what messages call the checkpoint.
-    /// `gguf` are the names in a GGUF file, for one of these.
+    /// Creates an empty checkpoint whose tensors will be on `device`. Messages call it `path`.
+    /// `gguf` are the names in a GGUF file.
     pub(crate) fn new(path: &Path, gguf: Option<&'static GgufNames>, device: &Device) -> Self {
         Self {
             path: path.into(),
@@ -83,21 +99,21 @@ impl Weights {
         }
     }
 
-    /// The device that the tensors are handed to.
+    /// Returns the device of the tensors.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// What a user should know about how the model is computed, one line per note.
+    /// Returns notes for users about how the model is computed, one line each.
     pub fn notes(&mut self) -> &mut Vec<String> {
         &mut self.notes
     }
 
-    /// Adds a tensor of `file` under the name the importers know; `blocks` are what it is restored from.
+    /// Adds a tensor of `file` under the name that importers use. The tensor is restored from
+    /// `blocks`.
     ///
     /// # Errors
-    ///
-    /// A name that is there already: it is not known which of the two tensors is meant.
+    /// Fails if the name exists already, because the two tensors are ambiguous.
     pub(crate) fn insert(
         &mut self,
         name: String,
@@ -105,15 +121,10 @@ impl Weights {
         blocks: Option<Blocks>,
         file: &Path,
     ) -> Result<()> {
-        let (name_in_file, path) = (tensor.name.clone(), file.into());
-        let stored = None;
-        self.add(
-            name,
-            Entry { name: name_in_file, tensor, path, stored, blocks, interleaved: None },
-        )
+        self.add(name, Entry::new(tensor, file.into(), blocks))
     }
 
-    /// Says where the tensor `name` lies in a file that is mapped.
+    /// Sets the location of the tensor `name` in a mapped file.
     pub(crate) fn lies_at(&mut self, name: &str, stored: Stored) {
         if let Some(entry) = self.tensors.get_mut(name) {
             entry.stored = Some(stored);
@@ -128,20 +139,19 @@ impl Weights {
             }
             btree_map::Entry::Occupied(other) => {
                 let Entry { name, path, .. } = other.get();
-                let why = format!("is there twice, in {} as {name}", path.display());
+                let why = format!("occurs twice, in {} as {name}", path.display());
                 Err(Error::Tensor { path: entry.path, tensor: entry.name, why })
             }
         }
     }
 
-    /// Starts the import of a model of a family: removes its prefix, which some exports have and others lack,
-    /// from the names, and with `tied_head` forgets a head that repeats the embedding. Then the
-    /// [`LoadObserver`](crate::LoadObserver) is told what the model of `spec` will take.
+    /// Starts the import of a family's model. Removes the prefix from names that have it, and with
+    /// `tied_head` removes a head that repeats the embedding. Then passes the sizes of the model of
+    /// `spec` to the [`LoadObserver`](crate::LoadObserver).
     ///
     /// # Errors
-    ///
-    /// A checkpoint that has nothing in common with the family's names, a tensor that is there
-    /// both with the prefix and without it, or what the observer says against the model.
+    /// Fails if no tensor has a name of the family, if a tensor exists both with and without the
+    /// prefix, or if the observer rejects the model.
     pub fn begin(
         &mut self,
         names: &'static Names,
@@ -161,11 +171,10 @@ impl Weights {
         self.watcher.begin(&Planned::new(spec, &weights, self.cache.as_ref()))
     }
 
-    /// [`begin`](Self::begin) of a model that is no decoder: only the names.
+    /// Does what [`begin`](Self::begin) does with names, for a model that is not a decoder.
     ///
     /// # Errors
-    ///
-    /// Those about names.
+    /// Fails as [`begin`](Self::begin) does for names.
     pub(crate) fn named(&mut self, names: &'static Names) -> Result<()> {
         let Names { family, prefix, layers, embedding, .. } = *names;
         self.names = Some(names);
@@ -189,7 +198,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Forgets `copy` where it holds the same numbers as `original`, which stays.
+    /// Removes `copy` if it equals `original`.
     fn forget_copy(&mut self, copy: &str, original: &str) -> Result<()> {
         let (Some(a), Some(b)) = (self.tensors.get(copy), self.tensors.get(original)) else {
             return Ok(());
@@ -211,9 +220,8 @@ impl Weights {
     /// Ends an import.
     ///
     /// # Errors
-    ///
-    /// Tensors that are left and that the model has no place for, because without them it would not
-    /// compute what was trained; those that follow from the configuration may be left.
+    /// Fails if tensors are left over that the model does not use, because without them it would
+    /// not compute what was trained. Tensors that follow from the configuration are allowed.
     pub fn finish(&mut self) -> Result<()> {
         let Some(names) = self.names else { return Ok(()) };
         if self.is_outline() {
@@ -227,26 +235,25 @@ impl Weights {
         Err(Error::Leftover { path: self.path.clone(), family: names.family.into(), tensors })
     }
 
-    /// Whether there is a tensor of this name that was not taken yet.
+    /// Returns whether the tensor exists and has not been taken.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The first dimension of a tensor as stored, such as the vocabulary of an embedding, which a
-    /// GGUF file need not say otherwise.
+    /// Returns the first dimension of a tensor as stored. A GGUF file may give the size of the
+    /// vocabulary only in this way.
     ///
     /// # Errors
-    ///
-    /// [`Error::MissingTensor`].
+    /// Returns [`Error::MissingTensor`] if the tensor does not exist.
     pub fn rows(&self, name: &str) -> Result<usize> {
         let rows = |entry: &Entry| entry.tensor.shape.first().copied();
         self.tensors.get(name).and_then(rows).ok_or_else(|| self.missing(name))
     }
 
-    /// Says that a tensor of `rows` rows is stored for interleaved rotation, with pairs of rows side
-    /// by side that belong to the two halves of a head of `head_dim` rows: when it is taken, rows 0,
-    /// 2, 4, .. of each head come first, then rows 1, 3, 5, .. A tensor that is not there or has
-    /// another shape is left as it is; the importer reports it.
+    /// Marks a tensor of `rows` rows as stored for interleaved rope, with the two halves of a head
+    /// of `head_dim` rows alternating. When it is taken, rows 0, 2, 4, .. of each head come first,
+    /// then rows 1, 3, 5, .. A tensor that is missing or has another shape is unchanged; the
+    /// importer reports it.
     pub fn interleaved(&mut self, name: &str, rows: usize, head_dim: usize) {
         if let Some(entry) = self.tensors.get_mut(name)
             && entry.tensor.shape.first() == Some(&rows)
@@ -255,7 +262,7 @@ impl Weights {
         }
     }
 
-    /// The name in the file for a tensor of the importers' name.
+    /// Returns the name in the file for a name that importers use.
     fn spell(&self, name: &str) -> String {
         self.gguf.map_or_else(|| name.into(), |names| names.to_gguf(name))
     }
@@ -282,7 +289,6 @@ impl Weights {
         Ok(self.param(data).into())
     }
 
-    /// Takes vectors and joins them.
     pub(super) fn vector(&mut self, parts: &[(String, usize)]) -> Result<Param<Tensor<1>>> {
         if self.is_outline() {
             return self.list_joined(parts, &[]);
@@ -291,7 +297,7 @@ impl Weights {
         Ok(self.param(data))
     }
 
-    /// Takes tensors of these numbers of rows and joins them; `row` is the shape of a row.
+    /// Takes tensors with these numbers of rows and joins them; `row` is the shape of a row.
     fn joined(&mut self, parts: &[(String, usize)], row: &[usize]) -> Result<TensorData> {
         let shape = |rows: usize| [&[rows], row].concat();
         with_float!(
@@ -307,25 +313,35 @@ impl Weights {
         )
     }
 
-    /// A parameter in the type of `data`, rather than in the device's default type.
+    /// Returns a parameter in the type of `data`, not in the default type of the device.
     pub(super) fn param<const D: usize>(&self, data: TensorData) -> Param<Tensor<D>> {
         let (device, dtype) = (&self.device, data.dtype());
         let create = |data| Tensor::from_data(data, (device, dtype));
         Param::from_tensor(device.memory_persistent_allocations(data, create))
     }
 
-    /// Takes a vector to the host, in f32 whatever the model's type.
+    /// Takes a vector to the host in f32, whatever the type of the model.
     ///
     /// # Errors
-    ///
-    /// Those of [`linear`](Self::linear).
+    /// Fails as [`linear`](Self::linear) does.
     pub fn floats(&mut self, name: &str, len: usize) -> Result<Vec<f32>> {
         let mut values = Vec::new();
         self.read(name, &[len], &mut values)?;
         Ok(values)
     }
 
-    /// Takes one tensor, appending its values to `values`.
+    /// Removes a tensor from the list, and checks its shape.
+    pub(super) fn take(&mut self, name: &str, expected: &[usize]) -> Result<Entry> {
+        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
+        let actual = entry.tensor.shape.to_vec();
+        if actual != expected {
+            let Entry { name: tensor, path, .. } = entry;
+            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
+        }
+        Ok(entry)
+    }
+
+    /// Takes one tensor and appends its values to `values`.
     pub(super) fn read<T: Float>(
         &mut self,
         name: &str,
@@ -337,12 +353,7 @@ impl Weights {
             values.resize(values.len() + expected.iter().product::<usize>(), T::round(0.0));
             return Ok(());
         }
-        let entry = self.tensors.remove(name).ok_or_else(|| self.missing(name))?;
-        let actual = entry.tensor.shape.to_vec();
-        if actual != expected {
-            let Entry { name: tensor, path, .. } = entry;
-            return Err(Error::Shape { path, tensor, actual, expected: expected.to_vec() });
-        }
+        let entry = self.take(name, expected)?;
         let start = values.len();
         values.reserve_exact(expected.iter().product());
         let appended = match &entry.stored {

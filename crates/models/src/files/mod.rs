@@ -1,4 +1,4 @@
-//! Reading and writing whole files.
+//! Reads and writes whole files.
 
 mod parts;
 pub mod staged;
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 pub(crate) use parts::Part;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|source| match source.kind() {
@@ -18,20 +18,20 @@ pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     })
 }
 
-/// JSON as a person reads it.
+/// Returns indented JSON.
 pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
-    // Only maps with keys that are no strings can fail, and none is written here.
+    // Only maps whose keys are not strings can fail, and none is written here.
     let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
     bytes.push(b'\n');
     bytes
 }
 
-/// What the system says when `path` cannot be written.
+/// Returns the error of a file that cannot be written.
 pub(crate) fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Write { path: path.into(), source }
 }
 
-/// Writes one file, whole or not at all.
+/// Writes one file, completely or not at all.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     staged::write(path, bytes).map_err(failed(path))
 }

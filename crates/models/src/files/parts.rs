@@ -1,26 +1,25 @@
-//! Names of files that hold a part of a model, as `model-00002-of-00003.safetensors`.
+//! Names of files that hold one part of a model, such as `model-00002-of-00003.safetensors`.
 
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
-/// One part, by the name of its file.
+/// One part of a model, by the name of its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     folder: PathBuf,
-    /// What the names of all parts start with; `extension` is how they end.
+    /// The common prefix of the names of all parts; `extension` is their suffix.
     pub(crate) stem: String,
     pub(crate) extension: String,
-    /// Digits of each number in a name.
     width: usize,
-    /// Which part it is, from 1.
+    /// The number of this part, from 1.
     pub(crate) index: usize,
-    /// How many there are.
+    /// The number of parts.
     pub(crate) count: usize,
 }
 
 impl Part {
-    /// Reads a file's name; `None` for one that is no part.
+    /// Parses the name of a file; `None` if it is not the name of a part.
     pub(crate) fn parse(path: &Path) -> Option<Self> {
         let (name, extension) = (path.file_stem()?.to_str()?, path.extension()?.to_str()?);
         let (name, count) = name.rsplit_once("-of-")?;
@@ -40,17 +39,16 @@ impl Part {
         (1..=part.count).contains(&part.index).then_some(part)
     }
 
-    /// Where part `index` of the same model lies, counted from 1.
+    /// Returns the path of part `index`, counted from 1.
     pub(crate) fn path(&self, index: usize) -> PathBuf {
         let Self { folder, stem, extension, width, count, .. } = self;
         folder.join(format!("{stem}-{index:0width$}-of-{count:0width$}.{extension}"))
     }
 
-    /// The paths of all parts, in order.
+    /// Returns the paths of all parts, in order.
     ///
     /// # Errors
-    ///
-    /// [`Error::NotFound`] naming the first part that is not there.
+    /// Returns [`Error::NotFound`] for the first part that does not exist.
     pub(crate) fn paths(&self) -> Result<Vec<PathBuf>> {
         let find = |index| {
             let path = self.path(index);

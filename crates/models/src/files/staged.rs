@@ -1,5 +1,5 @@
-//! Files that appear whole or not at all: written under another name beside their place, and moved
-//! there when they are complete.
+//! Files that appear completely or not at all. They are written under another name in the same
+//! folder and renamed when they are complete.
 
 use std::{
     fs,
@@ -9,14 +9,13 @@ use std::{
 
 use tempfile::{Builder, NamedTempFile};
 
-/// How the names of files that are not complete begin.
 const UNFINISHED: &str = ".unfinished-";
 
-/// A new file that is to become `path` by [`NamedTempFile::persist`]; until then it is removed again
-/// when it is dropped. Its name ends as that of `path` does.
+/// Creates a file that becomes `path` by [`NamedTempFile::persist`] and is removed if it is dropped
+/// before. Its name ends as `path` does.
 ///
 /// # Errors
-/// What the system says where no file can be made beside `path`.
+/// Fails if no file can be created beside `path`.
 pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -25,7 +24,7 @@ pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
     let mut name = std::ffi::OsString::from("-");
     name.push(path.file_name().unwrap_or_default());
     let mut file = Builder::new();
-    // Those of any new file, for its owner alone otherwise.
+    // The permissions of any new file. By default, only the owner could read it.
     #[cfg(unix)]
     file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     file.prefix(UNFINISHED).suffix(&name).tempfile_in(folder)
@@ -34,7 +33,7 @@ pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
 /// Writes the file at `path`, and waits until it is on the disk.
 ///
 /// # Errors
-/// What the system says. What was at `path` is then still there.
+/// Fails if the system cannot write. An existing file at `path` is then unchanged.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = stage(path)?;
     file.write_all(bytes)?;
@@ -43,11 +42,11 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what writers that were killed left in `folder`, where no others are at work.
+/// Removes files that killed writers left in `folder`. No other writer may be active there.
 pub fn remove_unfinished(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
-            // What cannot be removed takes room and does no other harm.
+            // A file that cannot be removed only takes disk space.
             let _ = fs::remove_file(entry.path());
         }
     }

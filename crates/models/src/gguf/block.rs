@@ -1,36 +1,35 @@
-//! How GGUF files store numbers
-//! (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
+//! Number types of GGUF files (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
 
 use burn::tensor::DType;
 use half::f16;
 use kv_weights::WeightFormat;
 
-/// How the numbers of a tensor are stored.
+/// The storage of a tensor's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NumberType {
-    /// One by one, as f32, f16 or bf16.
+    /// Single numbers in f32, f16 or bf16.
     Float(DType),
-    /// In blocks of codes that share scales.
+    /// Blocks of codes that share scales.
     Blocks(BlockType),
 }
 
-/// The blocks of GGML that can be read.
+/// Types of GGML blocks that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockType {
     /// Blocks that can stay packed.
     Packed(WeightFormat),
-    /// 16 bytes with a scale and a minimum of 4 bits per 16 numbers, 64 bytes of 2-bit codes, and
-    /// the scales of both in f16. As of the next two, no kernel reads them: they are restored.
+    /// Per 16 numbers a scale and a minimum of 4 bits each, 64 bytes of 2-bit codes, and the scales
+    /// of both in f16. No kernel reads this type or the next two, so they are restored.
     Q2K,
     /// 32 bytes with the third bit of each code, 64 bytes with the other two, sixteen 6-bit scales
     /// and their scale in f16.
     Q3K,
-    /// A scale in f32, 256 signed bytes, and the sum of every 16 of them, which is not read.
+    /// A scale in f32, 256 signed bytes, and an unused sum of every 16 of them.
     Q8K,
 }
 
 impl NumberType {
-    /// The type with this number in GGML, if it can be read.
+    /// Returns the type with this GGML number, if it can be read.
     pub(super) fn of(kind: u32) -> Option<Self> {
         Some(match kind {
             0 => Self::Float(DType::F32),
@@ -43,7 +42,6 @@ impl NumberType {
         })
     }
 
-    /// Numbers per block.
     pub(super) fn block_numbers(self) -> usize {
         match self {
             Self::Float(_) => 1,
@@ -51,7 +49,6 @@ impl NumberType {
         }
     }
 
-    /// Bytes per block.
     pub(super) fn block_bytes(self) -> usize {
         match self {
             Self::Float(dtype) => dtype.size(),
@@ -61,7 +58,7 @@ impl NumberType {
 }
 
 impl BlockType {
-    /// The name that GGML gives the type, in lower case.
+    /// Returns GGML's name of the type in lower case.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Packed(format) => format.name(),
@@ -71,7 +68,7 @@ impl BlockType {
         }
     }
 
-    /// The format to multiply with packed weights in; `None` if no kernel reads these blocks.
+    /// Returns the format of packed weights; `None` if no kernel reads these blocks.
     pub(crate) fn packed(self) -> Option<WeightFormat> {
         match self {
             Self::Packed(format) => Some(format),
@@ -79,7 +76,6 @@ impl BlockType {
         }
     }
 
-    /// Numbers per block.
     pub(crate) fn numbers(self) -> usize {
         match self {
             Self::Packed(format) => format.block_numbers(),
@@ -87,7 +83,6 @@ impl BlockType {
         }
     }
 
-    /// Bytes per block.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Packed(format) => format.block_bytes(),
@@ -116,7 +111,8 @@ fn half(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
-/// The 2-bit code of number `i`: each 32 bytes hold 128 numbers, 32 of them per pair of bits.
+/// Returns the 2-bit code of number `i`. Each 32 bytes hold 128 numbers, 32 of them per pair of
+/// bits.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3
 }

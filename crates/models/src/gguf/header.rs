@@ -1,4 +1,4 @@
-//! The header of a GGUF file, read with every length checked against the file.
+//! The header of a GGUF file. Every length is checked against the file.
 //!
 //! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. `candle-core` also has a
 //! reader of this header, but it divides by an alignment of zero, and its error for an unknown type
@@ -6,10 +6,10 @@
 
 use std::{borrow::Cow, collections::HashMap, fmt, iter, ops::Range, path::Path};
 
-use super::NumberType;
-use crate::{Error, Result};
+use super::block::NumberType;
+use crate::error::{Error, Result};
 
-/// A metadata value. Numbers of all widths are widened to 64 bits.
+/// A metadata value. All numbers are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
     Unsigned(u64),
@@ -20,7 +20,7 @@ pub(crate) enum Value {
     Array(Array),
 }
 
-/// What errors say of a value.
+/// The form of a value in errors.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -34,20 +34,19 @@ impl fmt::Display for Value {
     }
 }
 
-/// GGUF's numbers of the types of values that are not fixed in size.
+/// GGUF's numbers of types with variable size.
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// The place of an array in the file. Its items are read when they are asked for, as a file may
-/// have arrays of any size that nobody needs.
+/// The location of an array in the file. Items are read on demand, because a file may have large
+/// arrays that nobody needs.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Array {
-    /// GGUF's number of the type of the items.
+    /// GGUF's number of the items' type.
     kind: u32,
     len: usize,
-    /// Where the items lie.
     bytes: Range<usize>,
-    /// Whether the lengths of strings have 64 bits.
+    /// `true` if the lengths of strings have 64 bits.
     wide: bool,
 }
 
@@ -56,7 +55,7 @@ impl Array {
         self.len
     }
 
-    /// The items of an array of integers of any type in `file`, which the array was found in.
+    /// Returns the items of an array of any integer type; `file` is the file of the array.
     pub(crate) fn integers(&self, file: &[u8]) -> Option<Vec<i64>> {
         match self.kind {
             0 => Some(self.numbers(file, |[byte]| i64::from(byte))),
@@ -71,7 +70,7 @@ impl Array {
         }
     }
 
-    /// The items of an array of floats of either type.
+    /// Returns the items of an array of either float type.
     pub(crate) fn floats(&self, file: &[u8]) -> Option<Vec<f64>> {
         match self.kind {
             6 => Some(self.numbers(file, |bytes| f64::from(f32::from_le_bytes(bytes)))),
@@ -84,16 +83,15 @@ impl Array {
         file[self.bytes.clone()].as_chunks().0.iter().map(|bytes| number(*bytes)).collect()
     }
 
-    /// The items of an array of strings.
     pub(crate) fn strings(&self, file: &[u8]) -> Option<Strings> {
-        // Without any, a writer may give any type.
+        // An empty array may have any type.
         if self.kind != STRING && self.len > 0 {
             return None;
         }
         let (wide, mut rest) = (self.wide, &file[self.bytes.clone()]);
         let mut strings = Strings::default();
         for _ in 0..self.len {
-            // The lengths were checked when the header was read.
+            // The lengths were checked with the header.
             let n;
             (n, rest) = if wide {
                 let (n, rest) = rest.split_first_chunk()?;
@@ -110,12 +108,12 @@ impl Array {
     }
 }
 
-/// Some published vocabularies hold invalid UTF-8, which is replaced rather than refused.
+/// Replaces invalid UTF-8, which some published vocabularies contain.
 fn lossy(bytes: &[u8]) -> Cow<'_, str> {
     String::from_utf8_lossy(bytes)
 }
 
-/// Strings one after the other: a vocabulary has hundreds of thousands of them.
+/// Concatenated strings. A vocabulary has hundreds of thousands of them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Strings {
     text: String,
@@ -128,31 +126,29 @@ impl Strings {
         self.ends.push(self.text.len());
     }
 
-    /// The strings, first to last.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &str> {
         let starts = iter::once(0).chain(self.ends.iter().copied());
         starts.zip(&self.ends).map(|(start, &end)| &self.text[start..end])
     }
 }
 
-/// One entry of the tensor directory, checked: its bytes lie inside the file.
+/// One entry of the tensor directory, whose bytes lie inside the file.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorInfo {
     pub(crate) name: String,
-    /// Outermost dimension first, as in every other format; the file has the reverse order.
+    /// The outermost dimension first; the file has the reverse order.
     pub(crate) shape: Vec<usize>,
     pub(crate) kind: NumberType,
     pub(crate) bytes: Range<usize>,
 }
 
-/// Metadata and tensor directory.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) metadata: HashMap<String, Value>,
     pub(crate) tensors: Vec<TensorInfo>,
 }
 
-/// Arrays may not nest deeper than this, so that a hostile file cannot overflow the stack.
+/// The deepest nesting of arrays. It keeps a hostile file from overflowing the stack.
 const MAX_DEPTH: usize = 4;
 const MAX_DIMS: usize = 4;
 
@@ -203,8 +199,7 @@ impl Header {
     }
 }
 
-/// Refuses tensors that share bytes: no writer makes them, and one of the two would be numbers of
-/// the other.
+/// Rejects tensors that share bytes. No writer makes them, and one of the two would be wrong.
 fn apart(tensors: &[TensorInfo], path: &Path) -> Result<()> {
     let mut in_order: Vec<_> = tensors.iter().filter(|tensor| !tensor.bytes.is_empty()).collect();
     in_order.sort_by_key(|tensor| tensor.bytes.start);
@@ -268,14 +263,15 @@ impl<'a> Cursor<'a> {
         if self.wide { self.u64(what) } else { self.u32(what).map(u64::from) }
     }
 
-    /// A number of entries of at least `min_bytes` each, which the rest of the file must hold.
+    /// Reads a number of entries of at least `min_bytes` each, for which the rest of the file must
+    /// have space.
     fn count(&mut self, what: &str, min_bytes: usize) -> Result<usize> {
         let count = self.length(what)?;
         let left = self.file.len() - self.at;
         let fits = (left / if self.wide { min_bytes } else { 1 }) as u64;
         if count > fits {
             return Err(self.malformed(format!(
-                "{what} {count} does not fit the {left} bytes left of the file"
+                "{what} {count} does not fit into the {left} bytes left in the file"
             )));
         }
         Ok(count as usize)
@@ -285,7 +281,6 @@ impl<'a> Cursor<'a> {
         self.text(what).map(|bytes| lossy(bytes).into_owned())
     }
 
-    /// The bytes of a string.
     fn text(&mut self, what: &str) -> Result<&'a [u8]> {
         let n = self.count(what, 1)?;
         self.take(n, what)
@@ -314,10 +309,10 @@ impl<'a> Cursor<'a> {
         self.malformed(format!("{key} has unknown value type {kind}"))
     }
 
-    /// Finds where an array ends.
+    /// Skips an array and returns its location.
     fn skip_array(&mut self, key: &str, depth: usize) -> Result<Array> {
         if depth == MAX_DEPTH {
-            return Err(self.malformed(format!("{key} nests arrays too deep")));
+            return Err(self.malformed(format!("{key} nests arrays more than {MAX_DEPTH} deep")));
         }
         let kind = self.u32(key)?;
         let item_bytes = match kind {

@@ -1,10 +1,13 @@
 use std::path::Path;
 
-use super::{Value, header::Header};
-use crate::{Error, Result, fields::required};
+use super::header::{Header, Value};
+use crate::{
+    error::{Error, Result},
+    fields::required,
+};
 
-/// The metadata of a GGUF file: the keys that start with the name of its architecture, which callers
-/// leave out.
+/// The metadata of a GGUF file. Callers omit the prefix of keys, which is the name of the
+/// architecture.
 #[derive(Clone, Copy, Debug)]
 pub struct Metadata<'a> {
     header: &'a Header,
@@ -17,17 +20,17 @@ impl<'a> Metadata<'a> {
         Self { header, arch, path }
     }
 
-    /// The architecture, as `llama`.
+    /// Returns the architecture, such as `llama`.
     pub fn arch(&self) -> &str {
         self.arch
     }
 
-    /// The file, for messages.
+    /// Returns the path of the file, for messages.
     pub fn path(&self) -> &Path {
         self.path
     }
 
-    /// The key as the file spells it.
+    /// Returns the full key as in the file.
     pub fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.arch)
     }
@@ -36,11 +39,10 @@ impl<'a> Metadata<'a> {
         self.header.metadata.get(&self.key(key))
     }
 
-    /// A size, if it is there.
+    /// Returns a size, if the file has the key.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] for what is no unsigned integer up to 2^40.
+    /// Returns [`Error::Config`] if the value is not an unsigned integer up to 2^40.
     pub fn optional_size(&self, key: &str) -> Result<Option<usize>> {
         match self.get(key) {
             None => Ok(None),
@@ -53,20 +55,18 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// A size.
+    /// Returns a required size.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] for one that is missing or no unsigned integer up to 2^40.
+    /// Returns [`Error::Config`] if the value is missing or not an unsigned integer up to 2^40.
     pub fn size(&self, key: &str) -> Result<usize> {
         required(self.path, &self.key(key), self.optional_size(key)?)
     }
 
-    /// A float, if it is there.
+    /// Returns a float, if the file has the key.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] for what is no float.
+    /// Returns [`Error::Config`] if the value is not a float.
     pub fn float(&self, key: &str) -> Result<Option<f64>> {
         match self.get(key) {
             None => Ok(None),
@@ -77,7 +77,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// A string, if it is there and is one.
+    /// Returns a string, if the file has the key and the value is a string.
     pub fn string(&self, key: &str) -> Option<&str> {
         match self.get(key) {
             Some(Value::String(text)) => Some(text),

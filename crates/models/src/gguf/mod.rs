@@ -1,4 +1,4 @@
-//! GGUF files: their header, memory map and names of tensors.
+//! GGUF files: headers, memory maps and names of tensors.
 
 mod block;
 mod header;
@@ -16,10 +16,10 @@ pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, map, open};
 
-use crate::Result;
+use crate::error::Result;
 
-/// Reads the metadata alone, those of the first part if the file is one of several; arrays lie in
-/// the mapped file.
+/// Reads only the metadata, for several files that of the first part. Arrays stay in the mapped
+/// file.
 pub(crate) fn metadata(path: &Path) -> Result<(Arc<Mmap>, HashMap<String, Value>)> {
     let first = open(path)?.swap_remove(0);
     Ok((first.map, first.header.metadata))

@@ -1,8 +1,8 @@
-/// The names of an architecture's tensors in GGUF files and in Hugging Face ones, without the
-/// prefix of the latter and without `.weight` and `.bias`.
+/// An architecture's names of tensors in GGUF files and in Hugging Face files. They omit the
+/// Hugging Face prefix, `.weight` and `.bias`.
 #[derive(Clone, Copy, Debug)]
 pub struct GgufNames {
-    /// What the names of a layer's tensors begin with, before its number: GGUF, Hugging Face.
+    /// The prefixes of a layer's tensors before its number: GGUF, Hugging Face.
     pub layer: (&'static str, &'static str),
     /// The tensors outside of the layers: GGUF, Hugging Face.
     pub outer: &'static [(&'static str, &'static str)],
@@ -11,17 +11,17 @@ pub struct GgufNames {
 }
 
 impl GgufNames {
-    /// The Hugging Face name of a GGUF tensor; a name that is not in the tables stays as it is.
+    /// Returns the Hugging Face name of a GGUF tensor. A name that is not in the tables is
+    /// unchanged.
     pub fn to_hugging_face(&self, name: &str) -> String {
         self.translate(name, true)
     }
 
-    /// The GGUF name of a tensor.
+    /// Returns the GGUF name of a tensor. A name that is not in the tables is unchanged.
     pub fn to_gguf(&self, name: &str) -> String {
         self.translate(name, false)
     }
 
-    /// Translates `name`; what the table does not know stays as it is.
     fn translate(&self, name: &str, to_hugging_face: bool) -> String {
         let pick = |&(gguf, hf): &(&'static str, &'static str)| {
             if to_hugging_face { (gguf, hf) } else { (hf, gguf) }

@@ -1,4 +1,4 @@
-//! The files of a GGUF model: one, or the parts that llama.cpp's `gguf-split` makes of one.
+//! The files of a GGUF model: a single file, or the parts that llama.cpp's `gguf-split` writes.
 
 use std::{
     fs::File,
@@ -10,9 +10,11 @@ use std::{
 use memmap2::Mmap;
 
 use super::header::{Header, Value};
-use crate::{Error, Result, files::Part};
+use crate::{
+    error::{Error, Result},
+    files::Part,
+};
 
-/// A mapped file and its header.
 #[derive(Debug)]
 pub(crate) struct GgufFile {
     pub(crate) path: PathBuf,
@@ -20,11 +22,10 @@ pub(crate) struct GgufFile {
     pub(crate) header: Header,
 }
 
-/// The files of the model that `path` is, or is a part of. The first one has the metadata.
+/// Opens all files of the model that `path` belongs to. The first file has the metadata.
 ///
 /// # Errors
-///
-/// A file that is not a GGUF file, or a part that is missing or is not the one its name says.
+/// Fails if a file is not a GGUF file, or if a part is missing or contradicts its name.
 pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     let named = GgufFile::open(path)?;
     let count = match named.integer("split.count")? {
@@ -55,7 +56,7 @@ pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
     for file in &files {
         let key = "split.tensors.count";
         if let Some(count) = file.integer(key)?.filter(|&count| count != n_tensors as u64) {
-            let rule = format!("the parts hold {n_tensors} together");
+            let rule = format!("must be {n_tensors}, the tensors of all parts");
             return Err(Error::config(&file.path, key, count, rule));
         }
     }

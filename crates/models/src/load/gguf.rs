@@ -1,4 +1,5 @@
-//! GGUF files: memory-mapped, with configuration, vocabulary and weights in one or in several parts.
+//! GGUF files. They are memory-mapped and have configuration, vocabulary and weights in one or
+//! several parts.
 
 use std::{collections::HashMap, panic, path::Path, sync::Arc, thread};
 
@@ -6,16 +7,18 @@ use burn::tensor::{DType, Device, Shape, TensorData};
 use burn_store::{bridge, burn_pack::Tensor as PackTensor};
 use memmap2::Mmap;
 
-use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
-    Error, LanguageModel, Result, Tokenizer,
-    checkpoint::{BlockSource, Blocks, Mapped, Stored, Weights},
+    checkpoint::{BlockSource, Blocks, Mapped, Stored, Watcher, Weights},
+    error::{Error, Result},
     files::Part,
     gguf::{self, GgufFile, Metadata, NumberType, TensorInfo, Value},
+    model::LanguageModel,
     registry,
+    tokenizer::Tokenizer,
 };
 
-/// Reads a GGUF file, or all parts of the model of which it is one.
+/// Reads a GGUF file, or all parts of its model.
 pub(super) fn load(
     path: &Path,
     device: &Device,
@@ -27,7 +30,8 @@ pub(super) fn load(
     let of_tokenizer = |key: &String, _: &mut Value| key.starts_with("tokenizer.");
     let vocabulary: HashMap<_, _> = header.metadata.extract_if(of_tokenizer).collect();
     let (first, map) = (first.clone(), map.clone());
-    // A large vocabulary takes as long as a gigabyte of weights, so it is read beside them.
+    // A large vocabulary takes as long to read as a gigabyte of weights, so another thread reads
+    // it.
     let (tokenizer, model) = thread::scope(|scope| {
         let tokenizer =
             scope.spawn(move || Tokenizer::from_gguf_metadata(vocabulary, &map, &first));
@@ -42,7 +46,7 @@ pub(super) fn load(
     Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
 }
 
-/// The model, and what is to be said of it.
+/// Reads the model, and returns its notes.
 fn read_model(
     path: &Path,
     files: &[GgufFile],
@@ -59,7 +63,7 @@ fn read_model(
         }
     };
     let (family, names) = registry::by_architecture(arch).map_err(|known| {
-        let why = format!("{} has it; {known} are computed", first.display());
+        let why = format!("{} has it; {known} are supported", first.display());
         Error::unsupported(format!("GGUF architecture {arch}"), why)
     })?;
     let mut weights = Weights::new(path, Some(names), device);
@@ -72,23 +76,20 @@ fn read_model(
             weights.lies_at(&name, Stored { mapped, kind: info.kind });
         }
     }
-    weights.set_dtype(options.dtype)?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+    options.apply(&mut weights)?;
     let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
     let model = model.with_packed(weights.kept());
     Ok((model, std::mem::take(weights.notes())))
 }
 
-/// The blocks of a tensor that has some.
+/// Returns the blocks of a tensor, if it has any.
 fn blocks(mapped: &Mapped, info: &TensorInfo) -> Option<Blocks> {
     let NumberType::Blocks(blocks) = info.kind else { return None };
     let source = BlockSource::Mapped(mapped.clone());
     Some(Blocks { name: blocks.name().to_string(), format: blocks.packed(), source })
 }
 
-/// A tensor whose bytes are read and dequantized when it is taken.
+/// Returns a tensor whose bytes are read and dequantized when it is taken.
 fn deferred(map: &Arc<Mmap>, info: &TensorInfo) -> PackTensor {
     let shape = Shape::from(info.shape.clone());
     let dtype = match info.kind {

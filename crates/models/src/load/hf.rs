@@ -1,4 +1,4 @@
-//! Hugging Face folders: `config.json` beside safetensors or PyTorch weights.
+//! Hugging Face folders: `config.json` with safetensors or PyTorch weights.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,19 +12,22 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, LoadOptions, Loaded, Watcher, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
-    ConfigJson, Error, Family, KV_CACHE_FILE, ModelCacheConfig, Result, Tokenizer, WeightDtype,
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
     checkpoint::{
-        Mapped, Outline, Stored, Weights,
+        Mapped, Outline, Stored, Watcher, Weights,
         quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
     },
+    dtype::WeightDtype,
+    error::{Error, Result},
+    family::{ConfigJson, Family},
     files::{Part, read_to_string},
     gguf::{NumberType, map},
     registry,
+    tokenizer::Tokenizer,
 };
 
-/// Reads a folder.
 pub(super) fn load(
     folder: &Path,
     device: &Device,
@@ -41,7 +44,7 @@ pub(super) fn load(
     build(folder, (file_stem(folder), format), &files, device, options, watcher)
 }
 
-/// Reads one weights file, or all shards if it is one of several, with the `config.json` beside it.
+/// Reads one weights file, or all shards of its model, with the `config.json` beside it.
 pub(super) fn load_file(
     file: &Path,
     device: &Device,
@@ -86,10 +89,7 @@ fn build(
     weights.watcher = watcher;
     weights.cache.clone_from(&cache);
     weights.join_quantized()?;
-    weights.set_dtype(options.dtype)?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+    options.apply(&mut weights)?;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
     let model = model.with_packed(weights.kept());
@@ -107,7 +107,7 @@ fn build(
     Ok(Loaded { model, tokenizer, cache, name, format, notes })
 }
 
-/// The cache that a file names, if it is there.
+/// Reads the cache configuration, if the file exists.
 pub(super) fn own_cache(path: &Path) -> Result<Option<ModelCacheConfig>> {
     match ModelCacheConfig::read(path) {
         Ok(cache) => Ok(Some(cache)),
@@ -116,8 +116,8 @@ pub(super) fn own_cache(path: &Path) -> Result<Option<ModelCacheConfig>> {
     }
 }
 
-/// Tells the observer what a model takes of which nothing but the configuration is there; `stored` is the type of
-/// its checkpoint's floats, if that is known.
+/// Reports the sizes of a model to the observer, from its configuration alone. `stored` is the type
+/// of its checkpoint's floats, if known.
 pub(super) fn outline(
     config: &ConfigJson<'_>,
     stored: Option<WeightDtype>,
@@ -133,7 +133,7 @@ pub(super) fn outline(
         Some(MXFP4) if family.quantizations().contains(&MXFP4) => true,
         Some(method) => {
             let why = format!(
-                "{} does not say which of its matrices are; name the folder with its weights",
+                "{} does not name the quantized matrices; name the folder with its weights",
                 config.path.display()
             );
             return Err(Error::unsupported(format!("weights quantized by {method}"), why));
@@ -147,17 +147,15 @@ pub(super) fn outline(
     weights.watcher = watcher;
     weights.cache = cache;
     weights.outline(Outline::new(stored, mxfp4));
-    weights.set_dtype(match options.dtype {
+    let dtype = match options.dtype {
         WeightDtype::Auto => WeightDtype::of(stored).unwrap_or(WeightDtype::F32),
-        asked => asked,
-    })?;
-    weights.set_packed(options.packed)?;
-    weights.largest_buffer = options.largest_buffer;
-    weights.planned = options.planned;
+        requested => requested,
+    };
+    options.with_dtype(dtype).apply(&mut weights)?;
     family.import(config, &mut weights).map(drop)
 }
 
-/// The tensors of a folder, none of them read yet.
+/// Opens the tensors of a folder without reading them.
 pub(crate) fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
     let (format, files) = weight_files(folder)?;
     open_files(folder, format, &files, device)
@@ -178,37 +176,36 @@ fn open_files(
     Ok(weights)
 }
 
-/// The fields of `config.json` that every family has.
+/// The fields of `config.json` that all families have.
 #[derive(Deserialize)]
 struct Header {
     model_type: String,
     eos_token_id: Option<Ids>,
     quantization_config: Option<Map<String, Value>>,
     compression_config: Option<Map<String, Value>>,
-    /// The type of the floats, by its old name and its new one.
+    /// The type of the floats, under its old and its new name.
     torch_dtype: Option<String>,
     dtype: Option<String>,
 }
 
 impl Header {
-    /// The family that serves it.
     fn family(&self, path: &Path) -> Result<&'static dyn Family> {
         let model_type = &self.model_type;
         let family = registry::by_model_type(model_type).map_err(|known| {
-            let why = format!("{} asks for it; {known} are computed", path.display());
+            let why = format!("{} has it; {known} are supported", path.display());
             Error::unsupported(format!("model_type {model_type}"), why)
         })?;
         self.check(path, family.quantizations())?;
         Ok(family)
     }
 
-    /// How weights are quantized, if they are.
+    /// Returns the method by which weights are quantized, if they are.
     fn method(&self) -> Option<&str> {
         let config = self.quantization_config.as_ref().or(self.compression_config.as_ref())?;
         Some(config.get("quant_method").and_then(Value::as_str).unwrap_or("another method"))
     }
 
-    /// The type of the checkpoint's floats.
+    /// Returns the type of the checkpoint's floats.
     fn stored(&self, path: &Path) -> Result<DType> {
         match self.dtype.as_deref().or(self.torch_dtype.as_deref()) {
             None | Some("float32") => Ok(DType::F32),
@@ -221,8 +218,8 @@ impl Header {
         }
     }
 
-    /// Refuses quantized weights other than the family's own, whose tensors have the names of ordinary
-    /// weights but hold codes.
+    /// Rejects quantized weights of other methods than the family's own. Their tensors have the
+    /// names of ordinary weights but hold codes.
     fn check(&self, path: &Path, known: &[&str]) -> Result<()> {
         for (field, config) in [
             ("quantization_config", &self.quantization_config),
@@ -242,8 +239,8 @@ impl Header {
                 None => String::new(),
             };
             let why = format!(
-                "{} has one{method}; weights in f32, f16 and bf16 are read, {MXFP4}, {INTEGERS} with format \
-                 {INTEGER_FORMAT}, and blocks of GGUF files",
+                "{} has one{method}; supported are weights in f32, f16 and bf16, {MXFP4}, \
+                 {INTEGERS} with format {INTEGER_FORMAT}, and blocks of GGUF files",
                 path.display()
             );
             return Err(Error::unsupported(field, why));
@@ -252,7 +249,7 @@ impl Header {
     }
 }
 
-/// `generation_config.json`.
+/// The fields of `generation_config.json`.
 #[derive(Deserialize)]
 struct Generation {
     eos_token_id: Option<Ids>,
@@ -285,8 +282,8 @@ fn json<T: for<'de> Deserialize<'de>>(text: &str, path: &Path) -> Result<T> {
     })
 }
 
-/// The files that hold the weights: a single file, the shards that an index lists, or the shards
-/// that are found by their names.
+/// Returns the files that hold the weights: a single file, the shards that an index lists, or the
+/// shards found by their names.
 pub(super) fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     for (format, stem, extension) in
         [(Format::Safetensors, "model", "safetensors"), (Format::Pytorch, "pytorch_model", "bin")]
@@ -310,8 +307,8 @@ pub(super) fn weight_files(folder: &Path) -> Result<(Format, Vec<PathBuf>)> {
     })
 }
 
-/// One of the shards in `folder`, if there are any. Shards of different counts are an error,
-/// because it is not known which of them are meant.
+/// Returns one of the shards in `folder`, if any. Shards with different counts are an error,
+/// because they are ambiguous.
 fn any_part(folder: &Path, stem: &str, extension: &str) -> Result<Option<Part>> {
     let io = |source| Error::Io { path: folder.into(), source };
     let mut parts = BTreeMap::new();
@@ -339,7 +336,7 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let names: BTreeSet<_> = weight_map.into_values().collect();
     let mut files = Vec::new();
     for name in names {
-        // An index may not reach outside its folder.
+        // An index must not refer to files outside its folder.
         if Path::new(&name).file_name() != Some(name.as_ref()) {
             return Err(Error::config(index, "weight_map", name, "must be a bare file name"));
         }
@@ -372,21 +369,21 @@ fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
         weights.insert(name, tensor, None, file)?;
     }
     if format == Format::Safetensors {
-        for (name, stored) in places(file)? {
+        for (name, stored) in locations(file)? {
             weights.lies_at(&name, stored);
         }
     }
     Ok(())
 }
 
-/// Where the floats of a safetensors file lie, which has been found to be one.
-fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
+/// Returns the locations of floats in a valid safetensors file.
+fn locations(file: &Path) -> Result<Vec<(String, Stored)>> {
     let map = map(file)?;
     let Ok((header, metadata)) = SafeTensors::read_metadata(&map) else { return Ok(vec![]) };
-    /// Bytes of the header's length, before the header.
+    /// Bytes of the header's length, which precede the header.
     const LENGTH: usize = 8;
     let data = LENGTH + header;
-    let place = |(name, info): (String, &TensorInfo)| {
+    let locate = |(name, info): (String, &TensorInfo)| {
         let dtype = match info.dtype {
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
@@ -397,5 +394,5 @@ fn places(file: &Path) -> Result<Vec<(String, Stored)>> {
         let mapped = Mapped { map: map.clone(), range: data + start..data + end };
         Some((name, Stored { mapped, kind: NumberType::Float(dtype) }))
     };
-    Ok(metadata.tensors().into_iter().filter_map(place).collect())
+    Ok(metadata.tensors().into_iter().filter_map(locate).collect())
 }

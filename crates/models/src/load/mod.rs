@@ -1,8 +1,7 @@
-//! From files to a [`LanguageModel`]: Hugging Face folders, PyTorch checkpoints, GGUF.
+//! Loads a [`LanguageModel`] from Hugging Face folders, PyTorch checkpoints and GGUF files.
 
 mod gguf;
 mod hf;
-mod observer;
 mod outline;
 
 use std::{fs, io, path::Path};
@@ -10,33 +9,37 @@ use std::{fs, io, path::Path};
 use burn::tensor::Device;
 use kv_weights::{Activations, WeightFormat};
 
-pub(crate) use self::observer::Watcher;
-pub use self::{
-    observer::{LoadObserver, Planned, WeightBytes},
-    outline::{ModelOutline, outline, outline_config},
+pub(crate) use self::hf::open_folder;
+pub use self::outline::{ModelOutline, outline, outline_config};
+pub use crate::checkpoint::{LoadObserver, Planned, WeightBytes};
+use crate::{
+    cache_config::ModelCacheConfig,
+    checkpoint::{Watcher, Weights},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    model::LanguageModel,
+    tokenizer::Tokenizer,
 };
-pub(crate) use hf::open_folder;
 
-use crate::{Error, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype};
-
-/// What [`load()`] read.
+/// The result of [`load()`].
 #[derive(Debug)]
 pub struct Loaded {
-    /// The model on the device, in f32 unless [`LoadOptions`] say otherwise.
+    /// The model on the device, in f32 unless [`LoadOptions`] select another type.
     pub model: LanguageModel,
-    /// Its tokenizer, or why there is none: a model can be evaluated on ids without one.
+    /// The tokenizer, or the reason why there is none. A model can be evaluated on ids without one.
     pub tokenizer: Result<Tokenizer>,
-    /// The cache it was trained with: [`KV_CACHE_FILE`](crate::KV_CACHE_FILE) beside the weights.
+    /// The cache that the model was trained with, from [`KV_CACHE_FILE`](crate::KV_CACHE_FILE)
+    /// beside the weights.
     pub cache: Option<ModelCacheConfig>,
-    /// The name the files give the model, else the file's or folder's.
+    /// The name in the files, or else the name of the file or folder.
     pub name: String,
-    /// What it was read from.
+    /// The format of the files.
     pub format: Format,
-    /// What a user should know of how the model is computed, a line each: programs print them.
+    /// Notes for users about how the model is computed, one line each. Programs print them.
     pub notes: Vec<String>,
 }
 
-/// The formats [`load()`] reads.
+/// The formats that [`load()`] reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
@@ -44,95 +47,101 @@ pub enum Format {
     Safetensors,
     /// A folder with `config.json` and `pytorch_model*.bin`.
     Pytorch,
-    /// A GGUF file, or the parts of one.
+    /// A GGUF file, or its parts.
     Gguf,
 }
 
-/// How [`load_with`] reads a model.
+/// Options of [`load_with`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The type of the weights, in which the model then computes.
+    /// The type of the weights, in which the model computes.
     pub dtype: WeightDtype,
-    /// Whether quantized matrices, in the blocks of a GGUF file or as [`save_quantized`](crate::save_quantized) writes
-    /// them, and those in f16 and bf16 stay packed, and what they are multiplied with; `None` restores them. The model then computes in f32: of another [`dtype`](Self::dtype), blocks are restored. They are not
-    /// trained.
+    /// The precision of activations for packed weights; `None` restores the weights. Quantized
+    /// matrices of GGUF files and of [`save_quantized`](crate::save_quantized), and matrices in f16
+    /// and bf16, then stay packed and are not trained. The model computes in f32; with another
+    /// [`dtype`](Self::dtype), blocks are restored.
     pub packed: Option<Activations>,
-    /// The most bytes of a buffer: packed matrices with more become several of neighboring rows, as they do beyond what
-    /// the device has. `None` leaves it at the device's.
+    /// The most bytes of a buffer. Larger packed matrices are divided into several with neighboring
+    /// rows. `None` uses the limit of the device.
     pub largest_buffer: Option<u64>,
-    /// The format that an [`outline`] counts matrices in, as if
-    /// [`save_quantized`](crate::save_quantized) had written them so; those whose rows are no whole
-    /// blocks stay as they are. A load ignores it.
+    /// The format in which an [`outline`] counts matrices, as if
+    /// [`save_quantized`](crate::save_quantized) had written them. Matrices whose rows are not
+    /// whole blocks are unchanged. A load ignores this option.
     pub planned: Option<WeightFormat>,
 }
 
 impl Default for LoadOptions {
-    /// Restored to f32, whatever the file holds.
+    /// Restores all weights to f32.
     fn default() -> Self {
         Self { dtype: WeightDtype::F32, packed: None, largest_buffer: None, planned: None }
     }
 }
 
 impl LoadOptions {
-    /// The same options with weights of `dtype`.
+    /// Sets the type of weights.
     #[must_use]
     pub fn with_dtype(self, dtype: WeightDtype) -> Self {
         Self { dtype, ..self }
     }
 
-    /// The same options, with matrices that stay in the blocks of a GGUF file or are restored.
+    /// Sets the precision of activations for packed weights; `None` restores the weights.
     #[must_use]
     pub fn with_packed(self, packed: Option<Activations>) -> Self {
         Self { packed, ..self }
     }
 
-    /// The same options, with buffers of at most so many bytes for packed matrices.
+    /// Sets the most bytes of a buffer of packed matrices.
     #[must_use]
     pub fn with_largest_buffer(self, largest_buffer: Option<u64>) -> Self {
         Self { largest_buffer, ..self }
     }
 
-    /// The same options for an [`outline`] of the model in another format.
+    /// Sets the format in which an [`outline`] counts matrices.
     #[must_use]
     pub fn with_planned(self, planned: Option<WeightFormat>) -> Self {
         Self { planned, ..self }
     }
+
+    fn apply(self, weights: &mut Weights) -> Result<()> {
+        weights.set_dtype(self.dtype)?;
+        weights.set_packed(self.packed)?;
+        weights.largest_buffer = self.largest_buffer;
+        weights.planned = self.planned;
+        Ok(())
+    }
 }
 
-/// Reads a model in f32: [`load_with`] the default options.
+/// Reads a model in f32, with the default options of [`load_with`].
 ///
 /// # Errors
-///
-/// Those of [`load_with`].
+/// Fails as [`load_with`] does.
 pub fn load(path: impl AsRef<Path>, device: &Device) -> Result<Loaded> {
     load_with(path, device, LoadOptions::default())
 }
 
-/// Reads a model: a folder with `config.json`, or a `.gguf` file. Of a model in several files, all are
-/// read whichever one is named.
+/// Reads a model from a folder with `config.json` or from a `.gguf` file. If a model has several
+/// files, any of them can be named and all are read.
 ///
-/// Weights are memory mapped and read one tensor at a time: those that stay packed are used where they lie on the CPU,
-/// others are rounded to the type that is asked for, or copied if they are of it, and the pages of the file that they
-/// were copied from are given back. The file must not be truncated by another process meanwhile.
+/// Weights are memory-mapped and read one tensor at a time. On the CPU, packed weights are used in
+/// the mapped file. Other weights are rounded to the requested type, or copied if they have it, and
+/// their pages are returned to the system. No other process may truncate the file meanwhile.
 ///
 /// # Errors
-///
-/// One line naming the file, the tensor or field, its value and the rule: nothing there, a
-/// truncated or foreign file, a missing part or tensor, a tensor the model has no place for, a wrong
-/// shape, NaN or infinite weights or ones that the type does not reach, a device without the type,
-/// quantized weights of other formats, an unsupported architecture or GGML type, a cache configuration that
-/// does not fit the model.
+/// Fails with one line that names the file, the tensor or field, its value and the rule. Reasons
+/// are a missing, truncated or foreign file, a missing part or tensor, a tensor that the model does
+/// not use, a wrong shape, weights that are not finite or exceed the type, a type that the device
+/// does not support, quantized weights of other formats, an unsupported architecture or GGML type,
+/// and a cache configuration that does not fit the model.
 pub fn load_with(path: impl AsRef<Path>, device: &Device, options: LoadOptions) -> Result<Loaded> {
     read(path.as_ref(), device, options, Watcher::default())
 }
 
-/// [`load_with`], of which `observer` is told: what the model will take before anything is allocated, and then how
-/// much has been read.
+/// Reads a model as [`load_with`] does. `observer` receives the sizes of the model before anything
+/// is allocated, and then the progress.
 ///
 /// # Errors
-///
-/// Those of [`load_with`], and what the observer says.
+/// Fails as [`load_with`] does, or with the error of the observer.
 pub fn load_observed(
     path: impl AsRef<Path>,
     device: &Device,
@@ -153,7 +162,7 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
     let mut loaded = if metadata.is_dir() {
         hf::load(path, device, options, watcher)?
     } else if path.extension().is_some_and(|ext| ext == "safetensors" || ext == "bin") {
-        // A weights file: its configuration lies beside it.
+        // The configuration of a weights file is in the same folder.
         hf::load_file(path, device, options, watcher)?
     } else {
         gguf::load(path, device, options, watcher)?
@@ -166,7 +175,7 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
         && tokenizer.n_ids() > vocab_size
     {
         let n_ids = tokenizer.n_ids();
-        let why = format!("{}: has {n_ids} ids, the model knows {vocab_size}", path.display());
+        let why = format!("{}: has {n_ids} ids, but the model has {vocab_size}", path.display());
         loaded.tokenizer = Err(Error::tokenizer(why));
     }
     if let Ok(tokenizer) = &loaded.tokenizer {
@@ -175,12 +184,12 @@ fn read(path: &Path, device: &Device, options: LoadOptions, watcher: Watcher) ->
     Ok(loaded)
 }
 
-/// What a user should know who asks for activations in integers.
+/// Returns a note for users who request integer activations on a device that does not round them.
 fn activations_note(packed: Option<Activations>, is_cpu: bool) -> Option<&'static str> {
     let rounded = !matches!(packed, None | Some(Activations::Exact));
     (rounded && !is_cpu).then_some(
         "activations are rounded on the CPU only: this device multiplies packed weights with \
-         activations as they are",
+         exact activations",
     )
 }
 

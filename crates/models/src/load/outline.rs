@@ -1,4 +1,4 @@
-//! What a model takes, found without reading its weights.
+//! Sizes of a model, found without reading its weights.
 
 use std::{
     cell::RefCell,
@@ -8,44 +8,48 @@ use std::{
 
 use burn::tensor::Device;
 
-use super::{LoadObserver, LoadOptions, Planned, Watcher, WeightBytes, hf};
+use super::{LoadOptions, hf};
 use crate::{
-    ConfigJson, Error, KV_CACHE_FILE, ModelCacheConfig, ModelSpec, Result, WeightDtype,
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
+    checkpoint::{LoadObserver, Planned, Watcher, WeightBytes},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    family::ConfigJson,
     files::read_to_string,
+    spec::ModelSpec,
 };
 
-/// A model as it would be loaded: see [`outline`].
+/// The sizes of a model, see [`outline`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ModelOutline {
-    /// Its sizes, layer by layer.
+    /// The sizes of every layer.
     pub spec: ModelSpec,
-    /// What its weights would take.
+    /// The sizes of its weights.
     pub weights: WeightBytes,
-    /// The cache that it was trained with, if its files say so.
+    /// The cache that the model was trained with, if its files name one.
     pub cache: Option<ModelCacheConfig>,
 }
 
 impl ModelOutline {
-    /// A model of `spec` with these weights.
+    /// Creates an outline from sizes.
     pub fn new(spec: ModelSpec, weights: WeightBytes) -> Self {
         Self { spec, weights, cache: None }
     }
 
-    /// What is asked of a model that is about to be loaded.
+    /// Returns the description that observers of a load receive.
     pub fn planned(&self) -> Planned<'_> {
         Planned::new(&self.spec, &self.weights, self.cache.as_ref())
     }
 }
 
-/// What the model at `path` would take if it were loaded so, by the headers of its files: a folder, a `.gguf` file,
-/// or a `config.json`, or a folder that has nothing else, whose tensors are then those that its family's importer
-/// asks for.
+/// Returns the sizes that the model at `path` would have with these options, from the headers of
+/// its files. `path` is a folder, a `.gguf` file, or a `config.json` without weights. In the last
+/// case, the tensors are those that the family's importer requests.
 ///
 /// # Errors
-///
-/// Those of [`load_with`](super::load_with) up to the first tensor that is read; quantized weights of which there is
-/// only a `config.json`, which does not say which of its matrices are.
+/// Fails as [`load_with`](super::load_with) does before the first tensor is read. Also fails for
+/// quantized weights with only a `config.json`, which does not name the quantized matrices.
 pub fn outline(
     path: impl AsRef<Path>,
     device: &Device,
@@ -62,12 +66,11 @@ pub fn outline(
     observed(|watcher| hf::outline(&config, None, cache, device, options, watcher))
 }
 
-/// [`outline`] of the model of a `config.json`, whose checkpoint's floats are of the type `stored`, or of that which
-/// the file names.
+/// Returns the [`outline`] of a model from its `config.json`. `stored` is the type of its
+/// checkpoint's floats; by default it is the type that the file names.
 ///
 /// # Errors
-///
-/// Those of [`outline`].
+/// Fails as [`outline`] does.
 pub fn outline_config(
     config: &ConfigJson<'_>,
     stored: Option<WeightDtype>,
@@ -77,7 +80,7 @@ pub fn outline_config(
     observed(|watcher| hf::outline(config, stored, None, device, options, watcher))
 }
 
-/// The configuration of a model whose weights are not there.
+/// Returns the path of the configuration, if there are no weights.
 fn config_alone(path: &Path) -> Result<Option<PathBuf>> {
     if path.extension().is_some_and(|extension| extension == "json") {
         return Ok(Some(path.into()));
@@ -93,7 +96,7 @@ fn config_alone(path: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// What an observer is told first, by a load that it then ends.
+/// Returns what an observer receives first, from a load that it then ends.
 fn observed(load: impl FnOnce(Watcher) -> Result<()>) -> Result<ModelOutline> {
     struct Ends(Rc<RefCell<Option<ModelOutline>>>);
     impl LoadObserver for Ends {
@@ -104,9 +107,9 @@ fn observed(load: impl FnOnce(Watcher) -> Result<()>) -> Result<ModelOutline> {
             Err(Error::unsupported("reading weights", "no more than an outline was asked for"))
         }
     }
-    let told = Rc::default();
-    let result = load(Watcher::new(Ends(Rc::clone(&told))));
-    match (told.take(), result) {
+    let found = Rc::default();
+    let result = load(Watcher::new(Ends(Rc::clone(&found))));
+    match (found.take(), result) {
         (Some(outline), _) => Ok(outline),
         (None, Err(error)) => Err(error),
         (None, Ok(())) => {

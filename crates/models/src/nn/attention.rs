@@ -1,4 +1,4 @@
-//! Attention heads, and where their keys and values are remembered.
+//! Attention heads and the memory of their keys and values.
 
 use std::fmt;
 
@@ -6,8 +6,8 @@ use burn::tensor::{DType, Tensor};
 use kv_cubecl::{AttentionOptions, KvMemory, RopeTable};
 use tracing::trace_span;
 
-use super::RopeRows;
-use crate::{Result, spans::OPERATION};
+use super::rope::RopeRows;
+use crate::{error::Result, spans::OPERATION};
 
 /// The inputs and the output of one layer's attention.
 #[derive(Clone, Debug)]
@@ -22,17 +22,16 @@ pub struct AttentionTrace {
     pub value: Tensor<4>,
     /// Attention before the heads are joined, `[batch, n_heads, seq, head_dim]`.
     pub output: Tensor<4>,
-    /// How scores became weights.
+    /// The options of the attention.
     pub options: AttentionOptions,
     /// The learned sink of every query head, `[n_heads]`, if the model has them.
     pub sink_logits: Option<Tensor<1>>,
 }
 
-/// A callback that is given every layer's attention, first layer first.
+/// A callback that receives every layer's attention, first layer first.
 pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
 
-/// Where one layer's attention finds the keys and values of earlier tokens: a [`KvMemory`], and who
-/// is shown the attention.
+/// The memory of one layer's keys and values, and an optional observer of its attention.
 #[derive(Debug)]
 pub struct Memory<'a> {
     kv: KvMemory<'a>,
@@ -40,7 +39,7 @@ pub struct Memory<'a> {
     observer: Option<Observer<'a>>,
 }
 
-/// An [`AttentionObserver`] and what it is told of the layer.
+/// An [`AttentionObserver`] and its layer.
 struct Observer<'a> {
     layer: usize,
     options: AttentionOptions,
@@ -61,7 +60,7 @@ impl<'a> From<KvMemory<'a>> for Memory<'a> {
 
 impl<'a> Memory<'a> {
     /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the
-    /// denominator of the softmax that brings no value.
+    /// denominator of the softmax that adds no value.
     #[must_use]
     pub fn with_sinks(self, sink_logits: Tensor<1>) -> Self {
         Self { sink_logits: Some(sink_logits), ..self }
@@ -72,7 +71,7 @@ impl<'a> Memory<'a> {
         matches!(self.kv, KvMemory::At(..))
     }
 
-    /// Shows the attention to `observe`.
+    /// Passes the attention of this layer to `observe`.
     #[must_use]
     pub fn shown_to(
         self,
@@ -83,17 +82,16 @@ impl<'a> Memory<'a> {
         Self { observer: Some(Observer { layer, options, observe }), ..self }
     }
 
-    /// Causal attention over the remembered tokens and these.
+    /// Attends causally to the tokens in memory and to the new ones.
     ///
     /// # Shapes
-    ///
     /// - q: `[batch, n_heads, seq, head_dim]`
     /// - k, v: `[batch, n_kv_heads, seq, head_dim]`, k after the rope
     /// - output: `[batch, n_heads, seq, head_dim]`
     ///
     /// # Errors
-    ///
-    /// Those of the cache: a configuration that does not fit the head, no room left.
+    /// Fails as the cache does, if its configuration does not fit the head or its capacity is
+    /// exceeded.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         let _span = trace_span!(target: OPERATION, "attend").entered();
         let Self { kv, sink_logits, observer } = self;

@@ -1,9 +1,9 @@
 //! Products with bf16 weights on the CPU.
 //!
-//! Burn's Flex backend makes a transposed copy of the matrix for every product, and of that one in
-//! f32, so that a decode step takes nine times as long as with weights in f32. Here few rows are
-//! multiplied with the weights where they lie, and many with a copy of the one matrix in f32. Its
-//! products of f16 make no copies.
+//! Burn's Flex backend makes a transposed copy of the matrix for every product, and then a copy of
+//! that in f32. A decode step then takes 9x as long as with weights in f32. This module multiplies
+//! few rows with the weights in place, and many with a single copy in f32. Burn's products of f16
+//! make no copies.
 
 use burn::{
     backend::Flex,
@@ -14,15 +14,15 @@ use kv_cubecl::Target;
 use macerator::{Scalar, Simd, Vector};
 use rayon::prelude::*;
 
-/// The most rows of `x` for which no copy in f32 is made.
+/// The most rows of `x` that are multiplied without a copy in f32.
 const FEW: usize = 8;
-/// Rows of weights that a thread takes at a time.
+/// Rows of weights per task of a thread.
 const PART: usize = 64;
-/// Multiplications that are worth a second thread, which takes some 50 us to wake.
+/// Multiplications that justify a second thread, which takes about 50 us to wake.
 const PARALLEL: usize = 1 << 20;
 
-/// `x W^T` for `x` `[rows, d_input]` and a weight of `[d_output, d_input]`, both bf16 on the Flex backend;
-/// `None` for others, for which Burn's own product will do.
+/// Returns `x W^T` for `x` `[rows, d_input]` and a weight `[d_output, d_input]`, both bf16 on the
+/// Flex backend. Returns `None` for others, for which Burn's own product is used.
 pub(super) fn project(x: &Tensor<2>, weight: &Tensor<2>) -> Option<Tensor<2>> {
     let device = x.device();
     let served = [x.dtype(), weight.dtype()] == [DType::BF16; 2] && cfg!(target_endian = "little");
@@ -44,7 +44,7 @@ pub(super) fn project(x: &Tensor<2>, weight: &Tensor<2>) -> Option<Tensor<2>> {
     Some(Tensor::from_data(products, (&device, DType::BF16)))
 }
 
-/// `x W^T` for `x` in rows of `width` and `weights` in rows of it, `[rows of x, rows of weights]`.
+/// Returns `x W^T`, `[rows of x, rows of weights]`, for `x` and `weights` with rows of `width`.
 fn products(weights: &[bf16], x: &[f32], width: usize) -> Vec<bf16> {
     let (d_output, rows) = (weights.len() / width, x.len() / width);
     let x: Vec<Split> = x.chunks_exact(width).map(Split::new).collect();
@@ -65,7 +65,7 @@ fn products(weights: &[bf16], x: &[f32], width: usize) -> Vec<bf16> {
     out
 }
 
-/// The even and the odd elements of a row, and the last one of an odd number.
+/// The even and odd elements of a row, and the last element of an odd number.
 struct Split {
     even: Vec<f32>,
     odd: Vec<f32>,
@@ -90,7 +90,7 @@ fn part<S: Simd>(weights: &[bf16], x: &[Split], width: usize, out: &mut Vec<f32>
     }
 }
 
-/// The sum of `row[i] * x[i]`, in four sums at a time: one would wait for itself.
+/// Returns the sum of `row[i] * x[i]`. Four partial sums hide the latency of additions.
 #[inline(always)]
 fn dot<S: Simd>(row: &[bf16], x: &Split) -> f32 {
     let lanes = f32::lanes::<S>();
@@ -117,8 +117,8 @@ fn dot<S: Simd>(row: &[bf16], x: &Split) -> f32 {
     }
 }
 
-/// Adds a vector of products of pairs from `at` on, the even ones and the odd ones. A word of two
-/// weights is in f32 the lower one moved up, and the upper one as it is.
+/// Adds a vector of products of pairs from `at` on, even and odd ones separately. In a word of two
+/// weights, the lower weight becomes f32 by a shift and the upper one by a mask.
 #[inline(always)]
 fn add_pairs<S: Simd>(row: &[bf16], x: &Split, at: usize, sums: &mut [Vector<S, f32>; 2]) {
     let words = words::<S>(&row[2 * at..]);
@@ -128,7 +128,7 @@ fn add_pairs<S: Simd>(row: &[bf16], x: &Split, at: usize, sums: &mut [Vector<S, 
     sums[1] = odd.mul_add(load(&x.odd[at..]), sums[1]);
 }
 
-/// A vector of the first elements of `x`.
+/// Loads a vector from the start of `x`.
 #[inline(always)]
 fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
     assert!(x.len() >= f32::lanes::<S>());
@@ -136,11 +136,11 @@ fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
     unsafe { macerator::vload_unaligned(x.as_ptr()) }
 }
 
-/// The first elements of `x`, two per word, the first in the lower half.
+/// Loads words from the start of `x`, each with two elements, the first in the lower half.
 #[inline(always)]
 fn words<S: Simd>(x: &[bf16]) -> Vector<S, u32> {
     assert!(x.len() >= 2 * u32::lanes::<S>());
-    // SAFETY: the slice holds a whole vector, which need not be aligned; every bit pattern is a
+    // SAFETY: the slice holds a whole vector, which need not be aligned, and every bit pattern is a
     // u32.
     unsafe { macerator::vload_unaligned(x.as_ptr().cast::<u32>()) }
 }
@@ -149,8 +149,8 @@ fn words<S: Simd>(x: &[bf16]) -> Vector<S, u32> {
 mod tests {
     use super::*;
 
-    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, and enough for
-    /// several threads. The sums are of integers, so that they are exact in any order.
+    /// Covers widths below a vector, whole vectors, remainders and odd widths, with few weights and
+    /// with enough for several threads. Sums of integers are exact in any order.
     #[test]
     fn products_are_exact_sums_rounded_once() {
         for (width, d_output, rows) in

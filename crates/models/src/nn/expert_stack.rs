@@ -1,13 +1,13 @@
-//! The projections of all experts of a layer, multiplied with by number.
+//! The projections of all experts of a layer, selected by number.
 
 use burn::tensor::{Device, Int, Tensor};
 use kv_weights::{Activations, PackedExperts, project_picked};
 
-/// The same projection of all experts of a layer, packed on a GPU: which of them are multiplied
-/// with is told there, so that a step waits for no choice.
+/// One projection of all experts of a layer, packed on a GPU. The experts are selected on the
+/// device, so that a step does not wait for the selection.
 #[derive(Clone, Debug)]
 pub struct ExpertStack {
-    /// Rows of every expert, parts of one width.
+    /// Rows of every expert; all parts have one width.
     parts: Vec<PackedExperts>,
     /// `[n_experts, rows of all parts]`.
     biases: Tensor<2>,
@@ -23,22 +23,20 @@ impl ExpertStack {
         Self { parts, biases, activations }
     }
 
-    /// The device that the weights are on.
+    /// Returns the device of the weights.
     pub fn device(&self) -> Device {
         self.biases.device()
     }
 
-    /// Products with the experts that are picked for each token, and their biases.
+    /// Returns products with the experts selected for each token, plus their biases.
     ///
     /// # Shapes
-    ///
     /// - x: `[n, 1, columns]`, the same for all experts of a token, or `[n, per_token, columns]`
     /// - picked: `[n, per_token]`
     /// - output: `[n, per_token, rows]`
     ///
     /// # Panics
-    ///
-    /// For other shapes, and for tensors of another device.
+    /// Panics for other shapes, and for tensors on another device.
     pub fn project(&self, x: Tensor<3>, picked: &Tensor<2, Int>) -> Tensor<3> {
         let product = |part| {
             project_picked(x.clone(), part, picked.clone(), self.activations)

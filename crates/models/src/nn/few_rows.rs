@@ -1,9 +1,9 @@
 //! Products of few rows with f32 weights on the CPU.
 //!
-//! Burn's Flex backend leaves products to the gemm crate, which has a loop of its own for one row,
-//! and copies the weights into blocks for more: with 8 rows, the step of a batch, that takes longer
-//! than all else. Here each row of weights is read once, where it lies, and multiplied with all
-//! rows while it is in the processor's cache.
+//! Burn's Flex backend leaves products to the gemm crate, which has a special loop for one row and
+//! copies the weights into blocks for more. For 8 rows, such as the step of a batch, the copy takes
+//! longer than the rest. This module reads each row of weights once, in place, and multiplies it
+//! with all rows while it is in the processor's cache.
 
 use burn::{
     backend::Flex,
@@ -15,16 +15,17 @@ use macerator::{Scalar, Simd, Vector};
 
 /// The most rows for which this is faster.
 const FEW: usize = 32;
-/// Rows of weights that a thread takes at a time; even.
+/// Rows of weights per task of a thread; even.
 const PART: usize = 64;
-/// Multiplications that are worth a second thread, which takes some 50 us to wake.
+/// Multiplications that justify a second thread, which takes about 50 us to wake.
 const PARALLEL: usize = 1 << 20;
-/// Rows that are multiplied at once: with as many sums for each of two rows of weights, there are
-/// enough for the processor not to wait for any, and registers for all.
+/// Rows that are multiplied at once. With this many sums for each of two rows of weights, the
+/// processor never waits for a sum, and all of them fit in registers.
 const ROWS: usize = 4;
 
-/// `x W^T` for `x` `[rows, d_input]` and a weight of `[d_output, d_input]`, both f32 on the Flex backend; `None` for
-/// others, and where there are not few rows or only one, for which Burn's own product will do.
+/// Returns `x W^T` for `x` `[rows, d_input]` and a weight `[d_output, d_input]`, both f32 on the
+/// Flex backend. Returns `None` for others, for a single row and for many rows, for which Burn's
+/// own product is used.
 pub(super) fn project(x: &Tensor<2>, weight: &Tensor<2>) -> Option<Tensor<2>> {
     let device = x.device();
     let ([rows, width], [d_output, _]) = (x.dims(), weight.dims());
@@ -45,7 +46,7 @@ pub(super) fn project(x: &Tensor<2>, weight: &Tensor<2>) -> Option<Tensor<2>> {
     Some(Tensor::from_data(products, &device))
 }
 
-/// `x W^T` for `x` and `weights` in rows of `width`, `[rows of x, rows of weights]`.
+/// Returns `x W^T`, `[rows of x, rows of weights]`, for `x` and `weights` with rows of `width`.
 fn products(weights: &[f32], x: &[f32], width: usize) -> Vec<f32> {
     let (d_output, rows) = (weights.len() / width, x.len() / width);
     let mut by_weight = vec![0.0; d_output * rows];
@@ -60,12 +61,12 @@ fn products(weights: &[f32], x: &[f32], width: usize) -> Vec<f32> {
     out
 }
 
-/// The products of every row of `weights` with all of `x`, `[rows of weights, rows of x]`.
+/// Writes the products of every row of `weights` with all of `x`, `[rows of weights, rows of x]`.
 #[macerator::with_simd]
 fn part<S: Simd>(weights: &[f32], x: &[f32], width: usize, out: &mut [f32]) {
     let rows = x.len() / width;
     for (weights, out) in weights.chunks(2 * width).zip(out.chunks_mut(2 * rows)) {
-        // An odd last row is its own partner.
+        // An odd last row is paired with itself.
         let (first, second) = weights.split_at(width);
         let second = if second.is_empty() { first } else { second };
         let mut row = 0;
@@ -84,8 +85,8 @@ fn part<S: Simd>(weights: &[f32], x: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// The products of two rows of weights with the first `N` of `x`; those of the second are `stride`
-/// after those of the first, if there is room for them.
+/// Writes the products of two rows of weights with the first `N` rows of `x`. Products of the
+/// second row follow after `stride`, if `out` has space for them.
 #[inline(always)]
 fn block<S: Simd, const N: usize>(weights: [&[f32]; 2], x: &[f32], stride: usize, out: &mut [f32]) {
     let width = weights[0].len();
@@ -116,7 +117,7 @@ fn block<S: Simd, const N: usize>(weights: [&[f32]; 2], x: &[f32], stride: usize
     }
 }
 
-/// A vector of the first elements of `x`.
+/// Loads a vector from the start of `x`.
 #[inline(always)]
 fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
     assert!(x.len() >= f32::lanes::<S>());
@@ -128,9 +129,9 @@ fn load<S: Simd>(x: &[f32]) -> Vector<S, f32> {
 mod tests {
     use super::*;
 
-    /// Widths below a vector, of whole vectors, with a rest and odd; few weights, odd numbers of
-    /// them, and enough for several threads. The sums are of integers, so that they are exact in
-    /// any order.
+    /// Covers widths below a vector, whole vectors, remainders and odd widths, with few weights,
+    /// odd numbers of them, and enough for several threads. Sums of integers are exact in any
+    /// order.
     #[test]
     fn products_are_exact_sums() {
         for (width, d_output, rows) in [

@@ -1,4 +1,4 @@
-//! Random weights, to train from.
+//! Random weights for training.
 
 use burn::{
     module::Param,
@@ -6,9 +6,9 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-use super::{Linear, Matrix};
+use super::{linear::Linear, matrix::Matrix};
 
-/// A projection of random weights, and of biases that are 0.
+/// Returns a projection with random weights and zero biases.
 pub(crate) fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {
     Linear {
         weight: normal(shape, gain, device),
@@ -16,12 +16,13 @@ pub(crate) fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) 
     }
 }
 
-/// Normal values of standard deviation `gain / sqrt(d_input)`, in the shape `[d_output, d_input]`.
+/// Returns a `[d_output, d_input]` matrix of normal values with standard deviation
+/// `gain / sqrt(d_input)`.
 pub(crate) fn normal(shape: [usize; 2], gain: f64, device: &Device) -> Matrix {
     let std = gain / (shape[1] as f64).sqrt();
     let param: Param<Tensor<2>> = Initializer::Normal { mean: 0.0, std }.init(shape, device);
-    // Burn draws the values on first use. They are used here, so that they depend on the seed alone
-    // and not on the order in which weights are used later.
+    // Burn draws the values on first use. Using them here makes them depend on the seed alone and
+    // not on the order in which weights are used later.
     param.val();
     param.into()
 }

@@ -1,4 +1,4 @@
-//! Projections and embeddings, stored the way checkpoints store them.
+//! Projections and embeddings in the layout of checkpoints.
 
 use burn::{
     module::{Module, Param},
@@ -8,14 +8,14 @@ use burn::{
 
 use kv_weights::{Fused, Gate};
 
-use super::{Matrix, RmsNorm};
+use super::{matrix::Matrix, norm::RmsNorm};
 use crate::spans;
 
 /// `x W^T + b` with `W` as `[d_output, d_input]`, the layout of Hugging Face and GGUF files.
 ///
-/// Burn's own `Linear` keeps `[d_input, d_output]`. Row-major `[d_output, d_input]` makes a decode
-/// step a dot product per row, which reads the weights once and in order; it costs a large matmul
-/// nothing, and files load without a transpose.
+/// Burn's own `Linear` uses `[d_input, d_output]`. With row-major `[d_output, d_input]`, a decode
+/// step is a dot product per row, which reads the weights once and in order. Large matrix products
+/// are as fast, and files load without a transpose.
 #[derive(Module, Debug)]
 pub struct Linear {
     /// The weights, `[d_output, d_input]`.
@@ -28,7 +28,6 @@ impl Linear {
     /// Applies the projection.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
@@ -40,23 +39,23 @@ impl Linear {
         }
     }
 
-    /// The projection of what `norm` makes of `x`, [`forward`](Self::forward) of it: one launch
-    /// where weights are packed on a GPU and tokens few.
+    /// Applies `norm` to `x`, then the projection. Packed weights on a GPU do this in one launch
+    /// for a few tokens.
     pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         let fused = || self.around().with_norm(norm.fused());
         self.fused(&x, fused).unwrap_or_else(|| self.forward(norm.forward(x)))
     }
 
-    /// The projection of `x`, added to `residual`, `[batch, seq, d_output]`: one launch where
-    /// [`forward_normed`](Self::forward_normed) is.
+    /// Applies the projection to `x` and adds it to `residual`, `[batch, seq, d_output]`, in one
+    /// launch where [`forward_normed`](Self::forward_normed) needs one.
     pub fn forward_added(&self, x: Tensor<3>, residual: Tensor<3>) -> Tensor<3> {
         let fused = || self.around().with_residual(residual.clone());
         self.fused(&x, fused).unwrap_or_else(|| residual + self.forward(x))
     }
 
-    /// The projection of `x`, of which one half goes through the gate and is multiplied with the
-    /// other, `[batch, seq, d_output / 2]`: in one operation, for packed weights without an
-    /// adapter.
+    /// Applies the projection to `x`, applies the gate to one half of the result, and multiplies it
+    /// with the other half, `[batch, seq, d_output / 2]`. This is one operation for packed weights
+    /// without an adapter, and `None` for others.
     pub(super) fn forward_gated(&self, x: &Tensor<3>, gate: Gate) -> Option<Tensor<3>> {
         self.weight.is_only_packed().then(|| {
             let _span = spans::reading(self.weight.id());
@@ -64,7 +63,6 @@ impl Linear {
         })
     }
 
-    /// What is around its products.
     pub(super) fn around(&self) -> Fused {
         match &self.bias {
             Some(bias) => Fused::default().with_bias(bias.val()),
@@ -72,7 +70,7 @@ impl Linear {
         }
     }
 
-    /// The products with what is `around` them, where it is one launch.
+    /// Returns the products with the operations `around` them, if that is one launch.
     pub(super) fn fused(&self, x: &Tensor<3>, around: impl FnOnce() -> Fused) -> Option<Tensor<3>> {
         self.weight.fuses(x).then(|| {
             let _span = spans::reading(self.weight.id());
@@ -81,7 +79,7 @@ impl Linear {
     }
 }
 
-/// Rows that are looked up.
+/// A table whose rows are looked up.
 #[derive(Module, Debug)]
 pub struct Embedding {
     /// The rows, `[n, d_output]`.
@@ -89,10 +87,9 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    /// Looks rows up.
+    /// Looks up rows.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
@@ -105,25 +102,4 @@ impl From<nn::Embedding> for Embedding {
     fn from(embedding: nn::Embedding) -> Self {
         Self { weight: embedding.weight.into() }
     }
-}
-
-/// `x W^T` for a weight of `[d_output, d_input]`, without materializing the transpose.
-///
-/// # Shapes
-///
-/// - x: `[batch, seq, d_input]`
-/// - output: `[batch, seq, d_output]`
-pub fn project(x: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
-    let [batch, seq, d_input] = x.dims();
-    let [d_output, _] = weight.dims();
-    // One two-dimensional matmul over all rows: a batched one would reshape the transposed view,
-    // which copies the weights on every call.
-    let x = x.reshape([batch * seq, d_input]);
-    #[cfg(feature = "flex")]
-    if let Some(y) =
-        super::bf16::project(&x, &weight).or_else(|| super::few_rows::project(&x, &weight))
-    {
-        return y.reshape([batch, seq, d_output]);
-    }
-    x.matmul(weight.transpose()).reshape([batch, seq, d_output])
 }

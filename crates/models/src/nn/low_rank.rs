@@ -5,14 +5,14 @@ use burn::{
     tensor::{Device, Distribution, Int, Tensor, module::embedding},
 };
 
-use super::project;
+use super::project::project;
 
-/// `scale * B A`, which is added to a matrix `[rows, columns]` that is not trained (Hu et al., 2021,
+/// `scale * B A`, added to a matrix `[rows, columns]` that is not trained (Hu et al., 2021,
 /// <https://arxiv.org/abs/2106.09685>; over packed weights Dettmers et al., 2023,
 /// <https://arxiv.org/abs/2305.14314>).
 ///
-/// Both factors are multiplied with one after the other; their product is made for the rows that
-/// are asked for alone.
+/// Products use one factor after the other. The product of the factors is computed only for
+/// requested rows.
 #[derive(Module, Debug)]
 pub(crate) struct LowRank {
     /// `[rank, columns]`.
@@ -23,7 +23,7 @@ pub(crate) struct LowRank {
 }
 
 impl LowRank {
-    /// An adapter that adds nothing yet: B is 0, A normal with the deviation of Burn's own
+    /// Creates an adapter that adds zero: B is 0, and A is normal with the deviation of Burn's own
     /// adapters, `1 / rank`.
     pub(crate) fn new(
         [rows, columns]: [usize; 2],
@@ -38,23 +38,24 @@ impl LowRank {
         Self { a: Param::from_tensor(a), b: Param::from_tensor(b), scale }
     }
 
-    /// What is added to the products of `x` `[batch, seq, columns]`: `[batch, seq, rows]`.
+    /// Returns the term added to products of `x`: `[batch, seq, columns]` to `[batch, seq, rows]`.
     pub(crate) fn project(&self, x: Tensor<3>) -> Tensor<3> {
         project(project(x, self.a.val()), self.b.val()) * self.scale
     }
 
-    /// What is added to the gradient of what products have this gradient: `[batch, seq, rows]` to
-    /// `[batch, seq, columns]`.
+    /// Returns the term added to the gradient of inputs, from the gradient of products:
+    /// `[batch, seq, rows]` to `[batch, seq, columns]`.
     pub(crate) fn back_project(&self, y: Tensor<3>) -> Tensor<3> {
         y.matmul(self.b.val().unsqueeze()).matmul(self.a.val().unsqueeze()) * self.scale
     }
 
-    /// What is added to `n` rows from `start` on: `[n, columns]`.
+    /// Returns the term added to `n` rows from `start` on: `[n, columns]`.
     pub(crate) fn rows(&self, start: usize, n: usize) -> Tensor<2> {
         self.b.val().narrow(0, start, n).matmul(self.a.val()) * self.scale
     }
 
-    /// What is added to the rows of these numbers: `[batch, seq]` to `[batch, seq, columns]`.
+    /// Returns the term added to the rows of these numbers: `[batch, seq]` to
+    /// `[batch, seq, columns]`.
     pub(crate) fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         embedding(self.b.val(), ids).matmul(self.a.val().unsqueeze()) * self.scale
     }

@@ -1,4 +1,4 @@
-//! The gated feed-forward block of the Llama family and its kin.
+//! The gated feed-forward block of the Llama family and similar models.
 
 use burn::{
     module::Module,
@@ -7,20 +7,20 @@ use burn::{
 
 use tracing::trace_span;
 
-use super::{Linear, RmsNorm};
+use super::{linear::Linear, norm::RmsNorm};
 use crate::spans::OPERATION;
 
 /// The nonlinearity of a [`GatedMlp`].
 pub use kv_weights::Gate as Gating;
 
-/// `down(f(gate(x)) * up(x))`, <https://arxiv.org/abs/2002.05202>, gate and up in one matrix.
+/// `down(f(gate(x)) * up(x))` (<https://arxiv.org/abs/2002.05202>), with gate and up in one matrix.
 #[derive(Module, Debug)]
 pub struct GatedMlp {
     /// Gate rows, then up rows: `[2 * intermediate, hidden]`.
     pub gate_up: Linear,
     /// `[hidden, intermediate]`.
     pub down: Linear,
-    /// What the gate goes through.
+    /// The nonlinearity of the gate.
     #[module(skip)]
     pub gating: Gating,
 }
@@ -29,37 +29,35 @@ impl GatedMlp {
     /// Applies the block.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, hidden]`
     /// - output: `[batch, seq, hidden]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         self.down.forward(self.gated(x))
     }
 
-    /// `x` with the block of what `norm` makes of it added: two launches where weights are packed on a GPU and tokens
-    /// few.
+    /// Adds to `x` the block applied to its `norm`. Packed weights on a GPU do this in two launches
+    /// for a few tokens.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, hidden]`
     /// - output: `[batch, seq, hidden]`
     pub fn forward_added(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         self.down.forward_added(self.gated_normed(x.clone(), norm), x)
     }
 
-    /// [`forward`](Self::forward) of what `norm` makes of `x`.
+    /// Applies `norm`, then the block as [`forward`](Self::forward) does.
     pub fn forward_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         self.down.forward(self.gated_normed(x, norm))
     }
 
-    /// The gated products of what `norm` makes of `x`, `[batch, seq, intermediate]`.
+    /// Returns the gated products of the norm of `x`, `[batch, seq, intermediate]`.
     fn gated_normed(&self, x: Tensor<3>, norm: &RmsNorm) -> Tensor<3> {
         let around = || self.gate_up.around().with_norm(norm.fused()).with_gate(self.gating);
         let fused = self.gate_up.fused(&x, around);
         fused.unwrap_or_else(|| self.gated(norm.forward(x)))
     }
 
-    /// The gated products of `x`, `[batch, seq, intermediate]`.
+    /// Returns the gated products of `x`, `[batch, seq, intermediate]`.
     fn gated(&self, x: Tensor<3>) -> Tensor<3> {
         if let Some(gated) = self.gate_up.forward_gated(&x, self.gating) {
             return gated;
@@ -73,7 +71,7 @@ impl GatedMlp {
     }
 }
 
-/// `f(x)` computed in f32, and rounded to the type of x.
+/// Computes `f(x)` in f32 and rounds it to the type of x.
 pub fn in_f32(x: Tensor<3>, f: impl FnOnce(Tensor<3>) -> Tensor<3>) -> Tensor<3> {
     let dtype = x.dtype();
     f(x.cast(DType::F32)).cast(dtype)

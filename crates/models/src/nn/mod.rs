@@ -1,5 +1,4 @@
-//! Blocks that the models share. `kv-cubecl` applies the causal mask, so there is none in this
-//! crate.
+//! Modules that all families share. `kv-cubecl` applies the causal mask, so this crate has none.
 
 mod attention;
 #[cfg(feature = "flex")]
@@ -13,6 +12,7 @@ mod low_rank;
 mod matrix;
 mod mlp;
 mod norm;
+mod project;
 #[cfg(feature = "flex")]
 mod rms;
 mod rope;
@@ -20,10 +20,11 @@ mod rows;
 
 pub use attention::{AttentionObserver, AttentionTrace, Memory};
 pub use expert_stack::ExpertStack;
-pub use linear::{Embedding, Linear, project};
+pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;
-pub(crate) use matrix::PACKED;
+pub(crate) use matrix::{PACKED, PackedSize};
 pub use mlp::{GatedMlp, Gating, in_f32};
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
+pub use project::project;
 pub use rope::{Rope, RopeRows, RopeScaling};
 pub use rows::by_rows;

@@ -1,4 +1,4 @@
-//! Norms whose statistics are f32 whatever the type of the model.
+//! Norms with statistics in f32, whatever the type of the model.
 
 use burn::{
     module::{Module, Param},
@@ -12,37 +12,36 @@ use crate::spans;
 pub struct RmsNorm {
     /// The gains, `[width]`.
     pub gamma: Param<Tensor<1>>,
-    /// Added to the mean of squares.
+    /// The number added to the mean of squares.
     pub epsilon: f64,
-    /// Whether the gains are stored less 1, as in Gemma: near 0 they are exact in 16 bits.
+    /// `true` if gains are stored less 1, as in Gemma. Values near 0 are more exact in 16 bits.
     #[module(skip)]
     pub plus_one: bool,
 }
 
 impl RmsNorm {
-    /// The norm over `width` channels with gains of 1.
+    /// Creates a norm over `width` channels with gains of 1.
     pub fn new(width: usize, epsilon: f64, device: &Device) -> Self {
         let gamma = Param::from_tensor(Tensor::ones([width], device));
         Self { gamma, epsilon, plus_one: false }
     }
 
-    /// Applies the norm. In 16 bits the result is rounded before the gains and after, as in the
-    /// transformers library; with gains that are stored less 1 only after.
+    /// Applies the norm. In 16 bits, the result is rounded before and after the gains, as in the
+    /// transformers library. With gains stored less 1, it is rounded only after them.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, width]`
     /// - output: `[batch, seq, width]`, in the type of x
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         self.over_last(x)
     }
 
-    /// [`forward`](Self::forward) of heads, `[batch, heads, seq, head_dim]`.
+    /// Applies the norm to heads, `[batch, heads, seq, head_dim]`.
     pub fn heads(&self, x: Tensor<4>) -> Tensor<4> {
         self.over_last(x)
     }
 
-    /// The same norm before a product, in one launch with it.
+    /// Returns the norm for a launch that also computes a product.
     pub(super) fn fused(&self) -> kv_weights::Norm {
         kv_weights::Norm::new(self.gamma.val(), self.epsilon).with_plus_one(self.plus_one)
     }
@@ -66,27 +65,26 @@ impl RmsNorm {
     }
 }
 
-/// `x / sqrt(mean(x^2) + epsilon)` over the last axis: the norm without gains.
+/// Returns `x / sqrt(mean(x^2) + epsilon)` over the last axis: the norm without gains.
 pub fn unit_rms<const D: usize>(x: Tensor<D>, epsilon: f64) -> Tensor<D> {
     let rms = (x.clone().square().mean_dim(D - 1) + epsilon).sqrt();
     x / rms
 }
 
-/// Norms of every head of queries and of keys, before rope: <https://arxiv.org/abs/2010.04245>,
-/// by root mean squares.
+/// Norms of all query and key heads before rope (<https://arxiv.org/abs/2010.04245>), by root mean
+/// squares.
 #[derive(Module, Debug)]
 pub struct QkNorms {
-    /// Of queries; its width is head_dim.
+    /// The norm of queries; its width is head_dim.
     pub query: RmsNorm,
-    /// Of keys; its width is head_dim.
+    /// The norm of keys; its width is head_dim.
     pub key: RmsNorm,
 }
 
 impl QkNorms {
-    /// Applies the norms to `n_heads` query heads and the key heads behind them.
+    /// Applies the norms to `n_heads` query heads and the key heads after them.
     ///
     /// # Shapes
-    ///
     /// - qk: `[batch, n_heads + n_kv_heads, seq, head_dim]`
     /// - output: the same
     pub fn forward(&self, qk: Tensor<4>, n_heads: usize) -> Tensor<4> {
@@ -101,14 +99,14 @@ impl QkNorms {
 pub struct LayerNorm {
     /// The gains, `[width]`.
     pub gamma: Param<Tensor<1>>,
-    /// What is added after the gains, `[width]`.
+    /// The biases, `[width]`.
     pub beta: Option<Param<Tensor<1>>>,
-    /// Added to the variance.
+    /// The number added to the variance.
     pub epsilon: f64,
 }
 
 impl LayerNorm {
-    /// The norm over `width` channels with gains of 1 and a bias of 0.
+    /// Creates a norm over `width` channels with gains of 1 and a bias of 0.
     pub fn new(width: usize, epsilon: f64, device: &Device) -> Self {
         let beta = Some(Param::from_tensor(Tensor::zeros([width], device)));
         Self { gamma: Param::from_tensor(Tensor::ones([width], device)), beta, epsilon }
@@ -117,7 +115,6 @@ impl LayerNorm {
     /// Applies the norm. In 16 bits the result is rounded once.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, width]`
     /// - output: `[batch, seq, width]`, in the type of x
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {

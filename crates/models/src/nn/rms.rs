@@ -1,7 +1,7 @@
 //! The root mean square norm on the CPU, in one pass over each row.
 //!
-//! Burn's Flex backend makes five operations of it, each with a result of its own: for the row of a
-//! decode step they take several times as long as the numbers.
+//! Burn's Flex backend computes it in five operations with five results. For the row of a decode
+//! step, they take several times as long as the arithmetic.
 
 #![allow(
     clippy::extra_unused_type_parameters,
@@ -18,13 +18,13 @@ use kv_cubecl::Target;
 use kv_weights::in_parts;
 use macerator::Simd;
 
-/// Numbers that a thread computes at a time, about.
+/// The approximate number of elements per task of a thread.
 const PART: usize = 1 << 14;
-/// Sums side by side, so that the compiler makes vectors of them.
+/// Partial sums, so that the compiler vectorizes them.
 const SUMS: usize = 32;
 
-/// `x / sqrt(mean(x^2) + epsilon) * (gains + shift)` over the last axis of `x`, where it and the gains are f32 on the
-/// Flex backend; `None` for others.
+/// Returns `x / sqrt(mean(x^2) + epsilon) * (gains + shift)` over the last axis of `x`, if `x` and
+/// the gains are f32 on the Flex backend.
 pub(super) fn normed<const D: usize>(
     x: &Tensor<D>,
     gains: &Tensor<1>,
@@ -44,7 +44,7 @@ pub(super) fn normed<const D: usize>(
     let (from, at) = (x.layout().start_offset(), gains.layout().start_offset());
     let x = &x.storage::<f32>()[from..from + shape.num_elements()];
     let gains = &gains.storage::<f32>()[at..at + width];
-    // Not cleared first: that would be done by one thread.
+    // The buffer is not cleared first, because one thread would do that.
     let mut out = Vec::with_capacity(x.len());
     let part = PART.div_ceil(width) * width;
     let parts = x.chunks(part).zip(out.spare_capacity_mut()[..x.len()].chunks_mut(part));
@@ -54,7 +54,7 @@ pub(super) fn normed<const D: usize>(
     Some(Tensor::from_data(TensorData::new(out, shape), &device))
 }
 
-/// The norms of rows as wide as `gains`.
+/// Writes the norms of rows as wide as `gains`.
 #[macerator::with_simd]
 fn rows<S: Simd>(x: &[f32], gains: &[f32], epsilon: f32, shift: f32, out: &mut [MaybeUninit<f32>]) {
     for (x, out) in x.chunks_exact(gains.len()).zip(out.chunks_exact_mut(gains.len())) {
@@ -79,10 +79,10 @@ mod tests {
 
     use super::*;
 
-    /// Against f64: widths below a vector, whole vectors, and with a rest; one row and enough for
-    /// several threads.
+    /// Compares with f64 for widths below a vector, whole vectors and remainders, with one row and
+    /// with enough for several threads.
     #[test]
-    fn norms_are_those_of_f64() {
+    fn norms_match_f64() {
         let device = Device::flex();
         for (rows, width, shift) in [(1, 1, 0.0), (3, 7, 1.0), (1, 2048, 0.0), (300, 131, 1.0)] {
             let value = |i: usize| ((i * 7919) % 2003) as f32 / 100.0 - 10.0;
@@ -91,7 +91,7 @@ mod tests {
             let tensor =
                 Tensor::<3>::from_data(TensorData::new(x.clone(), [1, rows, width]), &device);
             let gain = Tensor::<1>::from_data(TensorData::new(gains.clone(), [width]), &device);
-            // A view of all but the first row is not at the start of its buffer.
+            // A view without the first row does not begin at the start of its buffer.
             for first in 0..rows.min(2) {
                 let view = tensor.clone().narrow(1, first, rows - first);
                 let got = normed(&view, &gain, 1e-5, shift).unwrap();
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn other_types_have_no_norm_of_this_kind() {
+    fn other_types_are_left_to_burn() {
         let device = Device::flex();
         let x = Tensor::<2>::ones([2, 4], &device);
         let gains = Tensor::<1>::ones([4], &device);

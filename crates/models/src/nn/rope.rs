@@ -1,4 +1,4 @@
-//! RopeTable position encoding in the half-split form of the transformers library.
+//! Rotary position embedding in the half-split form of the transformers library.
 
 use core::f64::consts::TAU;
 use std::sync::{Arc, OnceLock};
@@ -6,17 +6,17 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::RopeTable;
 
-/// How the rope frequencies of a model differ from `theta^(-2i / rotary_dim)`.
+/// The deviation of a model's rope frequencies from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// They do not differ.
+    /// No deviation.
     Default,
     /// Position interpolation: every frequency is divided by `factor`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided, high ones kept, those between blended.
+    /// Llama 3.1: low frequencies are divided, high ones are kept, and those between are blended.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -27,22 +27,22 @@ pub enum RopeScaling {
         /// The context length before scaling.
         original_max_positions: f64,
     },
-    /// Phi-3 with a long context: every frequency has a divisor, of which there are two sets, and
-    /// sines and cosines are scaled; <https://arxiv.org/abs/2402.13753>.
+    /// Phi-3 with a long context: frequencies have one of two sets of divisors, and sines and
+    /// cosines are scaled (<https://arxiv.org/abs/2402.13753>).
     LongRope {
         /// The divisors in contexts of at most `original_max_positions`.
         short_factors: Vec<f32>,
-        /// The divisors in longer contexts, which apply from the first token on.
+        /// The divisors in longer contexts, from the first token on.
         long_factors: Vec<f32>,
         /// The context length before scaling.
         original_max_positions: usize,
-        /// Multiplies sines and cosines, and so multiplies attention scores by its square where all
-        /// channels have rope.
+        /// Multiplies sines and cosines. If all channels have rope, attention scores are multiplied
+        /// by its square.
         attention_factor: f64,
     },
-    /// Low frequencies are divided, high ones kept, those between blended, with bounds by the
-    /// number of turns over the original context; sines and cosines are scaled: YaRN,
-    /// <https://arxiv.org/abs/2309.00071>.
+    /// YaRN (<https://arxiv.org/abs/2309.00071>): low frequencies are divided, high ones are kept,
+    /// and those between are blended. The bounds are numbers of turns over the original context.
+    /// Sines and cosines are scaled.
     Yarn {
         /// The divisor of low frequencies.
         factor: f64,
@@ -54,18 +54,18 @@ pub enum RopeScaling {
         original_max_positions: usize,
         /// Multiplies sines and cosines.
         attention_factor: f64,
-        /// Whether the bounds are rounded outwards to whole numbers of channel pairs.
+        /// `true` if the bounds are rounded outwards to whole numbers of channel pairs.
         truncate: bool,
     },
-    /// One divisor per frequency, as GGUF files store them in `rope_freqs.weight`; in a
-    /// `config.json`, `longrope` with the same factors for long and short contexts.
+    /// One divisor per frequency, as in `rope_freqs.weight` of GGUF files. In `config.json` this is
+    /// `longrope` with the same factors for long and short contexts.
     Divisors(Vec<f32>),
 }
 
 impl RopeScaling {
-    /// The scaling that a GGUF file's `divisors` of the frequencies `theta^(-2i / rotary_dim)`
-    /// stand for: none or Llama 3's, if that gives the same frequencies up to the rounding of the
-    /// f32 arithmetic by which such files are written; else [`Divisors`](Self::Divisors).
+    /// Returns the scaling for a GGUF file's `divisors` of rope frequencies. Returns no scaling or
+    /// Llama 3's if these have the same frequencies up to the rounding of f32, in which such files
+    /// are computed, and else [`Divisors`](Self::Divisors).
     pub(crate) fn of_divisors(divisors: Vec<f32>, theta: f64) -> Self {
         /// A few units in the last place of an f32.
         const ROUNDING: f64 = 4e-6;
@@ -77,9 +77,8 @@ impl RopeScaling {
                 |(a, b): (f32, &f32)| (f64::from(a) / f64::from(*b) - 1.0).abs() <= ROUNDING;
             inv_freq(scaling).into_iter().zip(&given).all(close)
         };
-        // The parameters of every published model, except for the factor, which is the last
-        // divisor, and the original context length, for which all powers of two up to 2^20 are
-        // tried.
+        // All published models use these parameters. The factor is the last divisor. The original
+        // context length is unknown, so all powers of two up to 2^20 are tried.
         let llama3 = (4..=20).map(|log| Self::Llama3 {
             factor,
             low_freq_factor: 1.0,
@@ -95,19 +94,17 @@ impl RopeScaling {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     inv_freq: Vec<f32>,
-    /// A number of tokens, and the frequencies in contexts longer than that.
+    /// A number of tokens, and the frequencies in longer contexts.
     long: Option<(usize, Vec<f32>)>,
-    /// Multiplies sines and cosines.
     attention_factor: f32,
 }
 
 impl Rope {
-    /// Frequencies for the first `rotary_dim` channels of a head.
+    /// Computes the frequencies for the first `rotary_dim` channels of a head.
     ///
     /// # Panics
-    ///
-    /// When `rotary_dim` is odd, or `scaling` has a number of divisors other than `rotary_dim / 2`;
-    /// the models' configurations check both.
+    /// Panics if `rotary_dim` is odd, or if `scaling` does not have `rotary_dim / 2` divisors. The
+    /// models' configurations check both.
     pub fn new(rotary_dim: usize, theta: f64, scaling: &RopeScaling) -> Self {
         assert!(rotary_dim.is_multiple_of(2), "rotary_dim {rotary_dim} is odd");
         let n = rotary_dim / 2;
@@ -141,7 +138,7 @@ impl Rope {
         2 * self.inv_freq.len()
     }
 
-    /// The frequencies where there can be so many positions.
+    /// Returns the frequencies for up to `context` positions.
     fn inv_freq(&self, context: usize) -> &[f32] {
         match &self.long {
             Some((original, inv_freq)) if context > *original => inv_freq,
@@ -156,16 +153,15 @@ impl Rope {
     }
 
     /// Returns the rows of positions `start..start + seq`, computed once for all layers. `context`
-    /// is the largest number of positions, by which [`RopeScaling::LongRope`] selects its
-    /// frequencies.
+    /// is the largest number of positions and selects the frequencies of [`RopeScaling::LongRope`].
     pub fn rows(&self, start: usize, seq: usize, context: usize, device: &Device) -> RopeRows {
         RopeRows::range(&self.table(start, seq, context, device), 0, seq)
     }
 
-    /// The table of positions `start..start + seq`, which a cache computes once for all positions
-    /// it has room for.
+    /// Returns the table of positions `start..start + seq`. A cache computes it once for its
+    /// capacity.
     ///
-    /// Angles are rounded to f32 as in training code; their sines and cosines are computed in f64.
+    /// Angles are rounded to f32 as in training code; sines and cosines are computed in f64.
     pub(crate) fn table(
         &self,
         start: usize,
@@ -194,8 +190,8 @@ fn frequency(i: usize, rotary_dim: usize, theta: f64) -> f64 {
     theta.powf(-((2 * i) as f64) / rotary_dim as f64)
 }
 
-/// The scaled frequency; for [`RopeScaling::LongRope`], that of short contexts.
-/// `i` is the number of the pair of channels, of `n`.
+/// Returns the scaled frequency of pair `i` of `n`; for [`RopeScaling::LongRope`], the frequency in
+/// short contexts.
 fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -> f64 {
     match scaling {
         RopeScaling::Default => freq,
@@ -210,7 +206,7 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
             truncate,
             ..
         } => {
-            // The pair of channels that turns so many times over the original context.
+            // The pair of channels with this number of turns over the original context.
             let pair = |turns: f64| {
                 n as f64 * (original_max_positions as f64 / (turns * TAU)).ln() / theta.ln()
             };
@@ -239,65 +235,64 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
     }
 }
 
-/// The rope rows of the tokens of a pass.
+/// The rope rows of the tokens of one pass.
 #[derive(Clone, Debug)]
 pub struct RopeRows {
     table: RopeTable,
-    place: Place,
-    /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`: picked from the
-    /// table when they are first asked for, once for all layers.
+    selection: Selection,
+    /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`. They are taken from
+    /// the table on first use, once for all layers.
     rows: Arc<OnceLock<[Tensor<4>; 2]>>,
 }
 
-/// Which rows of a table a pass takes.
+/// The rows of a table that a pass uses.
 #[derive(Clone, Debug)]
-enum Place {
-    /// So many from the first on.
+enum Selection {
+    /// The first row and the number of rows.
     Range(usize, usize),
-    /// Those of these positions, `[n]`, of so many tokens of each sequence or of all.
-    Stored(Box<Tensor<1, Int>>, usize),
-    /// None: rows were rounded to another type.
-    Picked,
+    /// Positions on the device, `[n]`, and the tokens per sequence.
+    Positions(Box<Tensor<1, Int>>, usize),
+    /// No rows of the table, because they were rounded to another type.
+    Rounded,
 }
 
 impl RopeRows {
-    fn new(table: &RopeTable, place: Place) -> Self {
-        Self { table: table.clone(), place, rows: Arc::default() }
+    fn new(table: &RopeTable, selection: Selection) -> Self {
+        Self { table: table.clone(), selection, rows: Arc::default() }
     }
 
     /// Returns the rows of `seq` positions from `start` on.
     pub(crate) fn range(table: &RopeTable, start: usize, seq: usize) -> Self {
-        Self::new(table, Place::Range(start, seq))
+        Self::new(table, Selection::Range(start, seq))
     }
 
     /// Returns the rows of positions `[n]` of `seq` tokens, for each sequence or for all. Positions
     /// outside the table are clamped to its first or last.
     pub(crate) fn at(table: &RopeTable, positions: &Tensor<1, Int>, seq: usize) -> Self {
-        Self::new(table, Place::Stored(Box::new(positions.clone()), seq))
+        Self::new(table, Selection::Positions(Box::new(positions.clone()), seq))
     }
 
     /// Returns the table, from which a cache may apply rope to one token itself, in f32.
     pub(crate) fn table(&self) -> Option<&RopeTable> {
-        match self.place {
-            Place::Range(_, 1) | Place::Stored(_, 1) => Some(&self.table),
+        match self.selection {
+            Selection::Range(_, 1) | Selection::Positions(_, 1) => Some(&self.table),
             _ => None,
         }
     }
 
-    /// Cosines and sines.
     fn cos_sin(&self) -> [Tensor<4>; 2] {
         let pick = || {
             let table = self.table.table().clone();
             let half = self.table.rotary_dim() / 2;
-            let (rows, shape) = match &self.place {
-                Place::Range(start, seq) => (table.narrow(0, *start, *seq), [1, 1, *seq, half]),
-                Place::Stored(positions, seq) => {
+            let (rows, shape) = match &self.selection {
+                Selection::Range(start, seq) => (table.narrow(0, *start, *seq), [1, 1, *seq, half]),
+                Selection::Positions(positions, seq) => {
                     let last = self.table.positions() as i32 - 1;
                     let n = positions.dims()[0];
                     let rows = table.select(0, (**positions).clone().clamp(0, last));
                     (rows, [n / seq, 1, *seq, half])
                 }
-                Place::Picked => unreachable!("rows are picked before they are rounded"),
+                Selection::Rounded => unreachable!("rows are picked before they are rounded"),
             };
             [0, half].map(|first| rows.clone().narrow(1, first, half).reshape(shape))
         };
@@ -311,14 +306,13 @@ impl RopeRows {
             return self.clone();
         }
         let rows = self.cos_sin().map(|table| table.cast(dtype));
-        Self { place: Place::Picked, rows: Arc::new(rows.into()), ..self.clone() }
+        Self { selection: Selection::Rounded, rows: Arc::new(rows.into()), ..self.clone() }
     }
 
-    /// Rotates channel `i` with channel `i + rotary_dim / 2`, in the type of x, to which cosines
-    /// and sines are rounded.
+    /// Rotates channel `i` with channel `i + rotary_dim / 2` in the type of x, to which cosines and
+    /// sines are rounded.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, heads, seq, head_dim]`
     /// - output: `[batch, heads, seq, head_dim]`
     pub fn apply(&self, x: Tensor<4>) -> Tensor<4> {

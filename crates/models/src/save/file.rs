@@ -1,4 +1,4 @@
-//! A safetensors file whose tensors are written in any order, and some rows at a time.
+//! A safetensors file whose tensors are written in any order, some rows at a time.
 
 use std::{
     collections::BTreeMap,
@@ -12,20 +12,20 @@ use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     files::{failed, staged::stage},
 };
 
 /// A tensor of a [`TensorFile`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place(usize);
+pub(crate) struct TensorId(usize);
 
 #[derive(Debug)]
 struct Listed {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
-    /// Where its bytes begin in the file.
+    /// The offset of its first byte in the file.
     start: u64,
 }
 
@@ -35,42 +35,38 @@ impl Listed {
     }
 }
 
-/// The file: first all tensors are [added](Self::add), then they are [written](Self::write).
+/// A safetensors file. All tensors are [added](Self::add) first, and then [written](Self::write).
 #[derive(Debug)]
 pub(crate) struct TensorFile<'a> {
     at: &'a Path,
-    /// What messages call it.
     path: &'a Path,
     tensors: Vec<Listed>,
     metadata: BTreeMap<&'static str, String>,
-    /// As it is in the file, once that is begun.
+    /// The header, once the file has been created.
     header: Vec<u8>,
     file: Option<NamedTempFile>,
 }
 
 impl<'a> TensorFile<'a> {
-    /// A file that is to be `at`, and that messages call `path`.
+    /// Prepares a file at `at` that messages call `path`.
     pub(crate) fn new(at: &'a Path, path: &'a Path) -> Self {
         let metadata = BTreeMap::from([("format", "pt".into())]);
         Self { at, path, tensors: vec![], metadata, header: vec![], file: None }
     }
 
-    /// The same with something to be said of the tensors.
     #[must_use]
     pub(crate) fn with_metadata(mut self, key: &'static str, value: String) -> Self {
         self.metadata.insert(key, value);
         self
     }
 
-    /// Says that there is a tensor.
-    pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> Place {
+    pub(crate) fn add(&mut self, name: String, dtype: Dtype, shape: Vec<usize>) -> TensorId {
         self.tensors.push(Listed { name, dtype, shape, start: 0 });
-        Place(self.tensors.len() - 1)
+        TensorId(self.tensors.len() - 1)
     }
 
-    /// Makes the file and writes its header.
     pub(crate) fn begin(mut self) -> Result<Self> {
-        // Wide types first, so that each tensor begins at a multiple of its type's size.
+        // Wide types come first, so that each tensor begins at a multiple of its type's size.
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
         order.sort_by_key(|&i| core::cmp::Reverse(self.tensors[i].dtype.bitsize()));
         let (mut offset, mut header) = (0, BTreeMap::<&str, Value>::new());
@@ -83,7 +79,7 @@ impl<'a> TensorFile<'a> {
             let range = [*start, start + tensor.bytes()];
             let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": range});
             if header.insert(name, entry).is_some() {
-                let why = "is there twice".into();
+                let why = "occurs twice".into();
                 return Err(Error::Tensor { path: self.path.into(), tensor: name.clone(), why });
             }
         }
@@ -105,13 +101,13 @@ impl<'a> TensorFile<'a> {
         Ok(self)
     }
 
-    /// The header, as it is between the file's first 8 bytes and the tensors.
+    /// Returns the header without its length.
     pub(crate) fn header(&self) -> &[u8] {
         &self.header
     }
 
-    /// Writes bytes of a tensor, from this one of its bytes on.
-    pub(crate) fn write(&mut self, Place(i): Place, from: usize, bytes: &[u8]) -> Result<()> {
+    /// Writes bytes of a tensor, beginning with byte `from`.
+    pub(crate) fn write(&mut self, TensorId(i): TensorId, from: usize, bytes: &[u8]) -> Result<()> {
         let start = self.tensors[i].start + from as u64;
         let file = self.file.as_mut().expect("begin has made it");
         file.seek(SeekFrom::Start(start))
@@ -119,13 +115,13 @@ impl<'a> TensorFile<'a> {
             .map_err(failed(self.path))
     }
 
-    /// The whole file.
     pub(crate) fn finish(self) -> Result<NamedTempFile> {
         Ok(self.file.expect("begin has made it"))
     }
 }
 
-/// Gives the file its length. A disk that is too small is full before hours of work, where it can be told.
+/// Sets the length of the file. If the system can reserve the space, a full disk is found before
+/// hours of work.
 fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     #[cfg(target_os = "linux")]
     {

@@ -1,4 +1,4 @@
-//! From a [`LanguageModel`] to a Hugging Face folder that [`load`](crate::load()) and the
+//! Saves a [`LanguageModel`] as a Hugging Face folder that [`load`](crate::load()) and the
 //! transformers library read.
 
 use std::{
@@ -16,49 +16,53 @@ use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
 pub(crate) mod file;
+mod options;
 mod packed;
 
-pub use packed::{QuantizeOptions, save_quantized};
+pub use options::QuantizeOptions;
+pub use packed::save_quantized;
 
 pub use crate::files::staged;
 
 use crate::{
-    Error, KV_CACHE_FILE, LanguageModel, ModelCacheConfig, Result, Tokenizer, WeightDtype,
-    checkpoint::{Export, Values},
+    cache_config::{KV_CACHE_FILE, ModelCacheConfig},
+    dtype::WeightDtype,
+    error::{Error, Result},
+    exports::{Export, Values},
     files::{failed, pretty, staged::stage},
     float::{Float, append, with_float},
+    model::LanguageModel,
+    tokenizer::Tokenizer,
 };
 
-/// How [`save()`] writes a model.
+/// Options of [`save()`].
 #[derive(Clone, Copy, Debug)]
 pub struct SaveOptions<'a> {
-    /// The float type of the weights, which are rounded to it unless they are of it.
+    /// The float type of the weights, which are rounded if they have another type.
     pub dtype: WeightDtype,
-    /// The cache the model was trained with, written as [`KV_CACHE_FILE`].
+    /// The cache that the model was trained with, written as [`KV_CACHE_FILE`].
     pub cache: Option<&'a ModelCacheConfig>,
 }
 
 impl Default for SaveOptions<'_> {
-    /// In the type that the model has, without a cache.
+    /// Keeps the type of the model, and writes no cache.
     fn default() -> Self {
         Self { dtype: WeightDtype::Auto, cache: None }
     }
 }
 
 impl SaveOptions<'_> {
-    /// The type of saved tensors.
     fn dtype_of(&self, model: &LanguageModel) -> DType {
         self.dtype.dtype().unwrap_or_else(|| model.dtype())
     }
 }
 
-/// Checks that [`save()`] can write the model, but for its weights' values and the folder: to be asked
-/// before hours of training.
+/// Checks that [`save()`] can write the model, except for the values of its weights and the folder.
+/// Call it before hours of training.
 ///
 /// # Errors
-///
-/// A configuration that no Hugging Face family has, a tokenizer with ids or a cache with layers that
-/// the model lacks.
+/// Fails if no Hugging Face family has the configuration, or if the model lacks ids of the
+/// tokenizer or layers of the cache.
 pub fn check_savable(
     model: &LanguageModel,
     tokenizer: &Tokenizer,
@@ -67,7 +71,7 @@ pub fn check_savable(
     configured(model, tokenizer, options, Path::new("config.json")).map(drop)
 }
 
-/// What becomes `config.json`.
+/// Checks the model, and returns the content of `config.json`.
 fn configured(
     model: &LanguageModel,
     tokenizer: &Tokenizer,
@@ -76,7 +80,7 @@ fn configured(
 ) -> Result<Map<String, Value>> {
     let (n_ids, vocab_size) = (tokenizer.n_ids(), model.vocab_size());
     if n_ids > vocab_size {
-        return Err(Error::tokenizer(format!("has {n_ids} ids, the model knows {vocab_size}")));
+        return Err(Error::tokenizer(format!("has {n_ids} ids, but the model has {vocab_size}")));
     }
     if let Some(cache) = options.cache {
         cache.validate(model)?;
@@ -87,18 +91,18 @@ fn configured(
 /// Writes a Hugging Face folder: `model.safetensors`, `config.json`, `tokenizer.json`,
 /// `tokenizer_config.json` and, with a cache, [`KV_CACHE_FILE`].
 ///
-/// The folder is made if it is not there; other files in it stay, but for a [`KV_CACHE_FILE`] of an
-/// earlier model. All files are complete before the first one is replaced.
+/// Creates the folder if it does not exist. Other files in it are unchanged, but the
+/// [`KV_CACHE_FILE`] of an earlier model is removed. All files are complete before the first one is
+/// replaced.
 ///
 /// The transformers library loads the folder with `AutoModelForCausalLM` and `AutoTokenizer`. For
-/// models with Qwen2's biases its version 5 ignores the tokenizer's own rules in favour of Qwen2's,
-/// which normalize to NFC; `PreTrainedTokenizerFast` reads the ids of this crate there too.
+/// models with Qwen2's biases, its version 5 replaces the tokenizer's rules by Qwen2's, which
+/// normalize to NFC; `PreTrainedTokenizerFast` returns the ids of this crate there too.
 ///
 /// # Errors
-///
-/// One line naming the file: one that cannot be written, a weight that is not finite or does not
-/// fit the type, a configuration that no Hugging Face family has, a tokenizer with ids or
-/// a cache with layers that the model lacks. The folder then holds what it held.
+/// Fails with one line that names the file. Reasons are a file that cannot be written, a weight
+/// that is not finite or exceeds the type, a configuration that no Hugging Face family has, and ids
+/// of the tokenizer or layers of the cache that the model lacks. The folder is then unchanged.
 pub fn save(
     folder: impl AsRef<Path>,
     model: &LanguageModel,
@@ -113,7 +117,7 @@ pub fn save(
     write_folder(folder, model, tokenizer, &config, options.cache, weights)
 }
 
-/// Writes all files of a folder, and then gives them their names; `weights` makes the one for this path.
+/// Writes all files of a folder, then renames them; `weights` writes the weights for this path.
 fn write_folder(
     folder: &Path,
     model: &LanguageModel,
@@ -129,7 +133,7 @@ fn write_folder(
         (folder.join("tokenizer_config.json"), pretty(&tokenizer_config(model, tokenizer))),
     ];
     texts.extend(cache.map(|cache| (cache_path.clone(), pretty(cache))));
-    // First the file that is most likely to fail.
+    // The weights come first, because they are most likely to fail.
     let path = folder.join("model.safetensors");
     let mut files = vec![(weights(&path)?, path)];
     for (path, bytes) in texts {
@@ -138,7 +142,7 @@ fn write_folder(
         files.push((file, path));
     }
     for (file, path) in &files {
-        // By its name: who wrote it may have made it anew.
+        // The file is opened by name, because its writer may have replaced it.
         fs::File::open(file).and_then(|file| file.sync_all()).map_err(failed(path))?;
     }
     for (file, path) in files {
@@ -173,7 +177,7 @@ fn config(
         DType::BF16 => "bfloat16",
         _ => "float32",
     };
-    // Some families have defaults for these that are other models' ids.
+    // Some families have other models' ids as defaults.
     for (key, value) in [
         ("bos_token_id", json!(tokenizer.bos())),
         ("eos_token_id", eos),
@@ -197,7 +201,7 @@ fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
     })
 }
 
-/// Writes the weights that are to be at `path`, one tensor at a time in host memory.
+/// Writes the weights for `path`, with one tensor at a time in host memory.
 pub(crate) fn write_weights(
     path: &Path,
     exports: Vec<Export>,
@@ -221,7 +225,7 @@ pub(crate) fn write_weights(
             Error::Malformed { path: path.into(), format: "safetensors", why: other.to_string() }
         }
     })?;
-    // The safetensors crate makes a file anew, which only its owner may read.
+    // The safetensors crate replaces the file by one that only its owner can read.
     let permissions = file.as_file().metadata().map(|metadata| metadata.permissions());
     permissions
         .and_then(|permissions| fs::set_permissions(file.path(), permissions))
@@ -229,14 +233,13 @@ pub(crate) fn write_weights(
     Ok(file)
 }
 
-/// A tensor that is converted when it is written.
 struct Weight<'a> {
     name: String,
     values: Values,
     shape: Vec<usize>,
     dtype: DType,
     path: &'a Path,
-    /// The first thing that went wrong: the trait has no way to say so.
+    /// The first error; the trait cannot return it.
     failure: &'a RefCell<Option<Error>>,
 }
 
@@ -246,7 +249,7 @@ impl Weight<'_> {
     }
 }
 
-/// The bytes of floats in this type, little endian.
+/// Returns the bytes of floats in this type, little-endian.
 fn rounded(values: &Values, dtype: DType, path: &Path, name: &str) -> Result<Vec<u8>> {
     let wrong = |why| Error::Tensor { path: path.into(), tensor: name.into(), why };
     let data = values.data().map_err(wrong)?;
@@ -260,7 +263,7 @@ fn rounded(values: &Values, dtype: DType, path: &Path, name: &str) -> Result<Vec
             values.into_iter().for_each(|value| value.put_le(&mut bytes));
             Ok(bytes)
         },
-        else Err(wrong(format!("is to be {dtype:?}, which is not a float type")))
+        else Err(wrong(format!("cannot be written as {dtype:?}, which is not a float type")))
     )
 }
 
@@ -285,7 +288,7 @@ impl View for Weight<'_> {
                 Err(error) => *failure = Some(error),
             }
         }
-        // The file will not be kept.
+        // The file is discarded after an error.
         Cow::Borrowed(&[])
     }
 

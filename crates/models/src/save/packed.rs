@@ -1,11 +1,6 @@
-//! Quantized models: matrices as codes with their scales, in a Hugging Face folder.
+//! Saves quantized models: matrices as codes and scales, in a Hugging Face folder.
 
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    path::Path,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, Quantize, WeightFormat};
@@ -15,106 +10,38 @@ use tempfile::NamedTempFile;
 
 use super::{
     SaveOptions, configured,
-    file::{Place, TensorFile},
+    file::{TensorFile, TensorId},
+    options::QuantizeOptions,
     rounded, write_folder,
 };
 use crate::{
-    Error, LanguageModel, ModelCacheConfig, Result, Role, Roles, Tokenizer, WeightDtype,
-    checkpoint::{
-        Export, RowOrder, Values,
-        quantized::{
-            BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
-        },
+    checkpoint::quantized::{
+        BLOCKS, INTEGER_FORMAT, INTEGERS, MXFP4, PACKED, SCALE, SCALES, SHAPE, ZERO_POINT,
     },
+    decoder::Roles,
+    error::{Error, Result},
+    exports::{Export, RowOrder, Values},
     files::failed,
+    model::LanguageModel,
     mxfp4::{self, BLOCK},
     nn::Matrix,
+    tokenizer::Tokenizer,
 };
 
 /// Numbers that are restored and quantized at a time, in whole rows.
 const AT_A_TIME: usize = 1 << 23;
 
-/// How [`save_quantized`] writes a model. A kind of matrices without a format stays in floats.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct QuantizeOptions<'a> {
-    /// The format of the projections of attention.
-    pub attention: Option<WeightFormat>,
-    /// That of the MLPs.
-    pub mlp: Option<WeightFormat>,
-    /// That of the token embedding and the head.
-    pub embedding: Option<WeightFormat>,
-    /// How numbers become codes.
-    pub quantize: Quantize,
-    /// The type of what stays in floats; by default that of the model.
-    pub dtype: WeightDtype,
-    /// The cache that the model is for, written as [`KV_CACHE_FILE`](crate::KV_CACHE_FILE).
-    pub cache: Option<&'a ModelCacheConfig>,
-    /// Ends the work with [`Error::Interrupted`] when it becomes true.
-    pub stop: Option<&'a AtomicBool>,
-}
-
-impl<'a> QuantizeOptions<'a> {
-    /// These formats for attention, MLPs and embedding.
-    pub fn new([attention, mlp, embedding]: [Option<WeightFormat>; 3]) -> Self {
-        let (quantize, dtype) = (Quantize::default(), WeightDtype::Auto);
-        Self { attention, mlp, embedding, quantize, dtype, cache: None, stop: None }
-    }
-
-    /// The same options with another way to codes.
-    #[must_use]
-    pub fn with_quantize(self, quantize: Quantize) -> Self {
-        Self { quantize, ..self }
-    }
-
-    /// The same options with another type of what stays in floats.
-    #[must_use]
-    pub fn with_dtype(self, dtype: WeightDtype) -> Self {
-        Self { dtype, ..self }
-    }
-
-    /// The same options with a cache.
-    #[must_use]
-    pub fn with_cache(self, cache: Option<&'a ModelCacheConfig>) -> Self {
-        Self { cache, ..self }
-    }
-
-    /// The same options with a flag that [stops](Self::stop) the work.
-    #[must_use]
-    pub fn with_stop(self, stop: &'a AtomicBool) -> Self {
-        Self { stop: Some(stop), ..self }
-    }
-
-    fn check_stop(&self) -> Result<()> {
-        match self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
-            true => Err(Error::Interrupted),
-            false => Ok(()),
-        }
-    }
-
-    /// The format of a matrix of this role.
-    fn format(&self, role: Option<Role>) -> Option<WeightFormat> {
-        match role? {
-            Role::Embedding | Role::Head => self.embedding,
-            Role::Mlp => self.mlp,
-            role if role.is_attention() => self.attention,
-            _ => None,
-        }
-    }
-}
-
-/// Writes a model with quantized matrices as a new Hugging Face folder, which [`load`](crate::load()) reads, restored or
-/// packed.
+/// Writes a model with quantized matrices as a new Hugging Face folder, which
+/// [`load`](crate::load()) reads packed or restored.
 ///
-/// Integers are written as by the `compressed-tensors` library in its format `pack-quantized`, which vLLM reads; MXFP4
-/// as in gpt-oss's files. Matrices are restored, quantized and written some rows at a time.
+/// Integers follow the format `pack-quantized` of the `compressed-tensors` library, which vLLM
+/// reads; MXFP4 follows gpt-oss. Matrices are restored, quantized and written some rows at a time.
 ///
 /// # Errors
-///
-/// One line naming the tensor or file: rows that are not whole groups, a format that is not made,
-/// weights that are not finite, experts in another format than MXFP4, a folder that is there
-/// already, a file that cannot be written, what [`save`](super::save) refuses, and
-/// [`Error::Interrupted`]. Nothing is left then.
+/// Fails with one line that names the tensor or file. Reasons are rows that are not whole groups, a
+/// format that cannot be written, weights that are not finite, experts in another format than
+/// MXFP4, an existing folder, a file that cannot be written, the errors of [`save`](super::save),
+/// and [`Error::Interrupted`]. Nothing is left on the disk then.
 pub fn save_quantized(
     folder: impl AsRef<Path>,
     model: &LanguageModel,
@@ -123,7 +50,7 @@ pub fn save_quantized(
 ) -> Result<()> {
     let folder = folder.as_ref();
     if fs::symlink_metadata(folder).is_ok() {
-        let error = io::Error::new(io::ErrorKind::AlreadyExists, "is there already");
+        let error = io::Error::new(io::ErrorKind::AlreadyExists, "exists already");
         return Err(failed(folder)(error));
     }
     let weights = folder.join("model.safetensors");
@@ -134,7 +61,7 @@ pub fn save_quantized(
     let plan = plan(exports, &model.roles(), options, &weights)?;
     config.insert("quantization_config".into(), quantization_config(&plan, options.quantize));
 
-    // Whole before it gets its name.
+    // The folder is renamed when it is complete.
     let parent = match folder.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
@@ -149,12 +76,12 @@ pub fn save_quantized(
     write_folder(unfinished.path(), model, tokenizer, &config, options.cache, write)?;
     options.check_stop()?;
     fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
-    // It has its name, and is not to be removed.
+    // The renamed folder must not be removed.
     let _ = unfinished.keep();
     Ok(())
 }
 
-/// A tensor of floats, or the matrices that are written as one in a format.
+/// A tensor of floats, or matrices that are quantized to one format.
 enum Planned {
     Floats(String, Box<Values>),
     Quantized(QuantizedExport),
@@ -163,9 +90,9 @@ enum Planned {
 struct QuantizedExport {
     name: String,
     format: WeightFormat,
-    /// Whether the name is of the experts of a layer.
+    /// `true` for the experts of a layer.
     experts: bool,
-    /// Matrices of these rows, in which order.
+    /// Matrices, and the rows of each that are written.
     matrices: Vec<(Matrix, std::ops::Range<usize>)>,
     order: RowOrder,
     columns: usize,
@@ -196,8 +123,7 @@ fn plan(
             return Err(wrong(why));
         }
         if experts && format != WeightFormat::Mxfp4 {
-            let why =
-                format!("is of experts, which are written in mxfp4 or in floats, not {format}");
+            let why = format!("has experts, which are written as mxfp4 or floats, not {format}");
             return Err(wrong(why));
         }
         let (matrices, order) = match values {
@@ -213,14 +139,14 @@ fn plan(
                 });
                 (all.collect(), order)
             }
-            _ => return Err(wrong("is not of matrices".into())),
+            _ => return Err(wrong("has no matrices".into())),
         };
         Ok(Planned::Quantized(QuantizedExport { name, format, experts, matrices, order, columns }))
     });
     planned.collect()
 }
 
-/// What says which matrices are quantized, and how, in `config.json`.
+/// Returns `quantization_config` of `config.json`.
 fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
     let mut groups: BTreeMap<(usize, usize), Vec<&str>> = BTreeMap::new();
     let (mut floats, mut mxfp4) = (vec![], false);
@@ -259,7 +185,6 @@ fn quantization_config(plan: &[Planned], quantize: Quantize) -> Value {
     })
 }
 
-/// The bits of integers.
 fn bits(format: WeightFormat) -> Option<usize> {
     match format {
         WeightFormat::Int4(_) => Some(4),
@@ -268,7 +193,7 @@ fn bits(format: WeightFormat) -> Option<usize> {
     }
 }
 
-/// Writes what is planned to the file `at`; messages call it `path`.
+/// Writes the planned tensors to the file `at`; messages call it `path`.
 fn write_plan(
     at: &Path,
     plan: &[Planned],
@@ -277,7 +202,7 @@ fn write_plan(
     path: &Path,
 ) -> Result<NamedTempFile> {
     let mut file = TensorFile::new(at, path);
-    let places: Vec<Vec<Place>> = plan
+    let ids: Vec<Vec<TensorId>> = plan
         .iter()
         .map(|planned| match planned {
             Planned::Floats(name, values) => {
@@ -288,17 +213,17 @@ fn write_plan(
                 };
                 vec![file.add(name.clone(), kind, values.shape())]
             }
-            Planned::Quantized(export) => export.places(&mut file, options.quantize),
+            Planned::Quantized(export) => export.add_to(&mut file, options.quantize),
         })
         .collect();
     let mut file = file.begin()?;
-    for (planned, places) in plan.iter().zip(places) {
+    for (planned, ids) in plan.iter().zip(ids) {
         match planned {
             Planned::Floats(name, values) => {
                 options.check_stop()?;
-                file.write(places[0], 0, &rounded(values, dtype, path, name)?)?;
+                file.write(ids[0], 0, &rounded(values, dtype, path, name)?)?;
             }
-            Planned::Quantized(export) => export.write(&mut file, &places, options, path)?,
+            Planned::Quantized(export) => export.write(&mut file, &ids, options, path)?,
         }
     }
     file.finish()
@@ -309,8 +234,8 @@ impl QuantizedExport {
         self.matrices[0].1.len()
     }
 
-    /// Says which tensors it is written as.
-    fn places(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<Place> {
+    /// Adds the tensors that the matrices become.
+    fn add_to(&self, file: &mut TensorFile<'_>, quantize: Quantize) -> Vec<TensorId> {
         let (rows, columns, name) = (self.rows(), self.columns, &self.name);
         let groups = columns / self.format.block_numbers();
         let named = |suffix: &str| format!("{name}{suffix}");
@@ -322,33 +247,33 @@ impl QuantizedExport {
                 file.add(named(SCALES), Dtype::U8, [&n[..], &[rows, groups]].concat()),
             ];
         };
-        let mut places = vec![
+        let mut ids = vec![
             file.add(named(PACKED), Dtype::I32, vec![rows, columns * bits / 32]),
             file.add(named(SCALE), Dtype::F16, vec![rows, groups]),
             file.add(named(SHAPE), Dtype::I64, vec![2]),
         ];
         if !quantize.symmetric {
             let zeros = vec![(rows * bits).div_ceil(32), groups];
-            places.push(file.add(named(ZERO_POINT), Dtype::I32, zeros));
+            ids.push(file.add(named(ZERO_POINT), Dtype::I32, zeros));
         }
-        places
+        ids
     }
 
     fn write(
         &self,
         file: &mut TensorFile<'_>,
-        places: &[Place],
+        ids: &[TensorId],
         options: QuantizeOptions<'_>,
         path: &Path,
     ) -> Result<()> {
         let wrong = |why| Error::Tensor { path: path.into(), tensor: self.name.clone(), why };
-        // Whole words of zeros, which are packed along the rows.
+        // Zeros are packed along the rows, so each step has whole words of them.
         let at_a_time = (AT_A_TIME / self.columns).max(8) / 8 * 8;
-        let mut parts = Parts::new(self.format, self.columns, places);
+        let mut parts = Parts::new(self.format, self.columns, ids);
         for (matrix, range) in &self.matrices {
             let starts = match self.order {
                 RowOrder::Same => range.clone().step_by(at_a_time),
-                // All rows of an expert have other places.
+                // The order applies to all rows of an expert at once.
                 RowOrder::InTurn => range.clone().step_by(range.len()),
             };
             for start in starts {
@@ -368,7 +293,7 @@ impl QuantizedExport {
                 parts.write(file, &blocks, n)?;
             }
         }
-        if let (Some(_), [_, _, shape, ..]) = (bits(self.format), places) {
+        if let (Some(_), [_, _, shape, ..]) = (bits(self.format), ids) {
             let numbers = [self.rows() as i64, self.columns as i64].map(i64::to_le_bytes);
             file.write(*shape, 0, &numbers.concat())?;
         }
@@ -406,18 +331,17 @@ fn in_threads(
     Ok(blocks)
 }
 
-/// Blocks, written as the tensors that they are apart.
+/// Writes blocks as separate tensors.
 struct Parts<'a> {
     format: WeightFormat,
     groups: usize,
-    places: &'a [Place],
-    /// Rows that have been written.
+    ids: &'a [TensorId],
     rows: usize,
 }
 
 impl<'a> Parts<'a> {
-    fn new(format: WeightFormat, columns: usize, places: &'a [Place]) -> Self {
-        Self { format, groups: columns / format.block_numbers(), places, rows: 0 }
+    fn new(format: WeightFormat, columns: usize, ids: &'a [TensorId]) -> Self {
+        Self { format, groups: columns / format.block_numbers(), ids, rows: 0 }
     }
 
     fn write(&mut self, file: &mut TensorFile<'_>, blocks: &[u8], rows: usize) -> Result<()> {
@@ -429,8 +353,8 @@ impl<'a> Parts<'a> {
                 scales.push(block[0]);
                 codes.extend(mxfp4::pairs(&block[1..]));
             }
-            file.write(self.places[0], first * BLOCK / 2, &codes)?;
-            file.write(self.places[1], first, &scales)?;
+            file.write(self.ids[0], first * BLOCK / 2, &codes)?;
+            file.write(self.ids[1], first, &scales)?;
             self.rows += rows;
             return Ok(());
         };
@@ -440,7 +364,7 @@ impl<'a> Parts<'a> {
             let (row, group) = (i / self.groups, i % self.groups);
             scales.extend_from_slice(&block[..2]);
             let byte = (row * bits / 32 * self.groups + group) * 4 + row * bits % 32 / 8;
-            // Its low byte: it is a code.
+            // The zero is a code in the low byte.
             zeros[byte] |= if bits == 8 { block[2] } else { block[2] << (4 * (row % 2)) };
             match bits {
                 8 => codes.extend_from_slice(&block[4..]),
@@ -450,10 +374,10 @@ impl<'a> Parts<'a> {
             }
         }
         let group_codes = (self.format.block_bytes() - 4) * first;
-        file.write(self.places[0], group_codes, &codes)?;
-        file.write(self.places[1], 2 * first, &scales)?;
-        if let Some(place) = self.places.get(3) {
-            file.write(*place, self.rows * bits / 32 * self.groups * 4, &zeros)?;
+        file.write(self.ids[0], group_codes, &codes)?;
+        file.write(self.ids[1], 2 * first, &scales)?;
+        if let Some(id) = self.ids.get(3) {
+            file.write(*id, self.rows * bits / 32 * self.groups * 4, &zeros)?;
         }
         self.rows += rows;
         Ok(())

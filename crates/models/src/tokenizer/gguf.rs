@@ -1,7 +1,7 @@
-//! The vocabulary inside a GGUF file: byte-level BPE, or SentencePiece with scores.
+//! The vocabulary in a GGUF file: byte-level BPE, or SentencePiece with scores.
 //!
-//! The file names its pre-tokenizer; what each name means is llama.cpp's `src/llama-vocab.cpp`,
-//! which follows the models' own `tokenizer.json`.
+//! The file names its pre-tokenizer. llama.cpp's `src/llama-vocab.cpp` defines the names, which
+//! follow the models' own `tokenizer.json`.
 
 use std::{collections::HashMap, path::Path};
 
@@ -16,31 +16,42 @@ use super::{
     special::{Settings, begin_with},
 };
 use crate::{
-    Error, Result,
+    error::{Error, Result},
     gguf::{Array, Strings, Value},
 };
 
-/// The regular expression of GPT-2.
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// Digits one by one, contractions in any case, line breaks kept with what precedes them.
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// The same with digits in groups of up to three.
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str =
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// Single digits, contractions in any case, and line breaks with the text before them.
+pub(super) const QWEN2: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+/// [`QWEN2`] with digits in groups of up to three.
+pub(super) const LLAMA3: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
-/// Words by their case, with contractions; digits in groups of up to three.
-const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Words by case with contractions, and digits in groups of up to three.
+pub(super) const GPT4O: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
-/// `tokenizer.ggml.token_type` of control tokens and of tokens added by a user.
+/// Values of `tokenizer.ggml.token_type` for control tokens and for tokens added by a user.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
-/// A named pre-tokenizer.
 struct Pre {
-    /// Regular expressions, applied one after the other, each to the pieces of the one before.
+    /// Regular expressions that split the text one after another.
     splits: &'static [&'static str],
-    /// Whether a whole piece that is a token stays one, whatever the merges say.
+    /// `true` if a piece that is a token is never divided by merges.
     ignore_merges: bool,
-    /// Whether texts start with the begin-of-text token where the file does not say.
+    /// `true` if texts begin with the begin-of-text token unless the file says otherwise.
     adds_bos: bool,
 }
 
@@ -57,52 +68,20 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
 }
 
-/// What is made of the vocabulary of a file.
 pub(super) struct Built {
     pub(super) inner: tokenizers::Tokenizer,
-    /// One more than the largest id.
     pub(super) n_ids: usize,
-    /// The ids that end a text.
     pub(super) eos: Vec<u32>,
-    /// The file's other settings for texts.
     pub(super) settings: Settings,
 }
 
-/// The tokenizer.
 pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path) -> Result<Built> {
     let vocabulary = Vocabulary { metadata, file, path };
     let tokens = vocabulary.strings("tokenizer.ggml.tokens")?;
     let tokens: Vec<&str> = tokens.iter().collect();
     let types = vocabulary.types(tokens.len())?;
     let mut notes = vec![];
-    let (mut inner, begins) = match vocabulary.string("tokenizer.ggml.model")? {
-        "gpt2" => {
-            if !metadata.contains_key("tokenizer.ggml.pre") {
-                notes.push(format!(
-                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, \
-                     which costs quality if the model was trained on another; convert it again",
-                    path.display()
-                ));
-            }
-            byte_level(&vocabulary, &tokens)?
-        }
-        "llama" => {
-            let scores = vocabulary.scores(tokens.len())?;
-            let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
-            let prefixed = vocabulary.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
-            let inner = sentencepiece::build(&tokens, &scores, &types, unknown, prefixed, path)?;
-            (inner, true)
-        }
-        model => {
-            let why = format!(
-                "{} has tokenizer.ggml.model {model}; gpt2, byte-level BPE, and llama, SentencePiece \
-                 with scores, are read from GGUF files",
-                path.display()
-            );
-            return Err(Error::unsupported(format!("GGUF tokenizer {model}"), why));
-        }
-    };
-
+    let (mut inner, begins) = model(&vocabulary, &tokens, &types, &mut notes)?;
     let added: Vec<_> = tokens
         .iter()
         .zip(&types)
@@ -110,7 +89,8 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
         .map(|(token, kind)| AddedToken::from(*token, *kind == CONTROL).normalized(false))
         .collect();
     inner.add_tokens(added).map_err(Error::tokenizer)?;
-    // Of two tokens spelled alike one has no id. (A copy of the vocabulary would have to be made to look at all ids.)
+    // If two tokens have the same spelling, one has no id. Checking all ids would need a copy of
+    // the vocabulary.
     let ids = tokens.iter().enumerate().rev();
     let mut known = ids.filter(|(id, token)| inner.token_to_id(token) == Some(*id as u32));
     let n_ids = known.next().map_or(0, |(id, _)| id + 1);
@@ -124,9 +104,8 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
     let adds_bos = adds_bos.unwrap_or(begins && bos.is_some());
     if adds_bos {
         let Some(bos) = bos else {
-            return Err(
-                vocabulary.wrong("tokenizer.ggml.bos_token_id", "an id to begin texts with")
-            );
+            return Err(vocabulary
+                .wrong("tokenizer.ggml.bos_token_id", "the id of the begin-of-text token"));
         };
         begin_with(&mut inner, bos, path)?;
     }
@@ -140,14 +119,53 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
     Ok(Built { inner, n_ids, eos, settings })
 }
 
-/// The tokenizer of a byte-level BPE vocabulary, and whether texts start with the begin-of-text token where
-/// the file does not say.
+/// Builds the tokenizer for the vocabulary's model. The flag is whether texts begin with the
+/// begin-of-text token unless the file says otherwise.
+fn model(
+    vocabulary: &Vocabulary<'_>,
+    tokens: &[&str],
+    types: &[i64],
+    notes: &mut Vec<String>,
+) -> Result<(tokenizers::Tokenizer, bool)> {
+    let path = vocabulary.path;
+    match vocabulary.string("tokenizer.ggml.model")? {
+        "gpt2" => {
+            if !vocabulary.metadata.contains_key("tokenizer.ggml.pre") {
+                notes.push(format!(
+                    "{} has no tokenizer.ggml.pre: texts are split as by llama.cpp's default, \
+                     which costs quality if the model was trained with another pre-tokenizer; \
+                     convert the model again",
+                    path.display()
+                ));
+            }
+            byte_level(vocabulary, tokens)
+        }
+        "llama" => {
+            let scores = vocabulary.scores(tokens.len())?;
+            let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
+            let prefixed = vocabulary.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+            let inner = sentencepiece::build(tokens, &scores, types, unknown, prefixed, path)?;
+            Ok((inner, true))
+        }
+        model => {
+            let why = format!(
+                "{} has tokenizer.ggml.model {model}; gpt2 (byte-level BPE) and llama \
+                 (SentencePiece with scores) are supported",
+                path.display()
+            );
+            Err(Error::unsupported(format!("GGUF tokenizer {model}"), why))
+        }
+    }
+}
+
+/// Builds a byte-level BPE tokenizer. The flag is whether texts begin with the begin-of-text token
+/// unless the file says otherwise.
 fn byte_level(
     vocabulary: &Vocabulary<'_>,
     tokens: &[&str],
 ) -> Result<(tokenizers::Tokenizer, bool)> {
     let &Vocabulary { metadata, path, .. } = vocabulary;
-    // Files from before this field was introduced use llama.cpp's default.
+    // Older files do not have this field and use llama.cpp's default.
     let name = match metadata.get("tokenizer.ggml.pre") {
         None => "default",
         Some(_) => vocabulary.string("tokenizer.ggml.pre")?,
@@ -155,7 +173,7 @@ fn byte_level(
     let Some(pre) = pre_tokenizer(name) else {
         let why = format!(
             "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe and gpt-4o \
-             are known",
+             are supported",
             path.display()
         );
         return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));
@@ -168,7 +186,7 @@ fn byte_level(
             Ok((left.to_string(), right.to_string()))
         }
         Some(_) => Err(Error::tokenizer(format!(
-            "{}: tokenizer.ggml.merges holds {merge:?}, which make no token",
+            "{}: tokenizer.ggml.merges holds {merge:?}, which do not form a token",
             path.display()
         ))),
         None => Err(Error::tokenizer(format!(
@@ -177,7 +195,7 @@ fn byte_level(
         ))),
     };
     let merges = merges.iter().map(split).collect::<Result<Vec<_>>>()?;
-    // Of two tokens spelled alike the first wins, as in llama.cpp.
+    // If two tokens have the same spelling, the first wins, as in llama.cpp.
     let ids = tokens.iter().enumerate().rev();
     let vocab: Vocab = ids.map(|(id, token)| (token.to_string(), id as u32)).collect();
 
@@ -189,8 +207,8 @@ fn byte_level(
     Ok((inner, pre.adds_bos))
 }
 
-/// The tokenizer as a `tokenizer.json` would state it, without tokens and merges, which would take several times their
-/// memory there.
+/// Returns the tokenizer in the form of `tokenizer.json`, without tokens and merges, which would
+/// take several times as much memory there.
 fn describe(pre: &Pre) -> Json {
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false,
@@ -225,7 +243,6 @@ fn describe(pre: &Pre) -> Json {
 
 struct Vocabulary<'a> {
     metadata: &'a HashMap<String, Value>,
-    /// What arrays are read from.
     file: &'a [u8],
     path: &'a Path,
 }
@@ -255,16 +272,16 @@ impl<'a> Vocabulary<'a> {
         strings.ok_or_else(|| self.wrong(key, "an array of strings"))
     }
 
-    /// One type per token; without the key all are normal.
+    /// Returns one type per token; without the key all tokens are normal.
     fn types(&self, n_tokens: usize) -> Result<Vec<i64>> {
         let key = "tokenizer.ggml.token_type";
         if !self.metadata.contains_key(key) {
             return Ok(vec![1; n_tokens]);
         }
         match self.array(key) {
-            // Nothing is read of an array that is too long.
+            // An array of the wrong length is not read.
             Some(array) if array.len() != n_tokens => {
-                let what = format!("as long as the {n_tokens} tokens but {}", array.len());
+                let what = format!("one type for each of {n_tokens} tokens but {}", array.len());
                 Err(self.wrong(key, &what))
             }
             array => array
@@ -273,7 +290,6 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    /// One score per token.
     fn scores(&self, n_tokens: usize) -> Result<Vec<f64>> {
         let key = "tokenizer.ggml.scores";
         let what = format!("an array of {n_tokens} finite floats, one per token");
@@ -283,7 +299,7 @@ impl<'a> Vocabulary<'a> {
         scores.ok_or_else(|| self.wrong(key, &what))
     }
 
-    /// A boolean, if it is there.
+    /// Returns a boolean, if the file has the key.
     fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.metadata.get(key) {
             None => Ok(None),

@@ -1,5 +1,6 @@
-//! Text to ids and back.
+//! Converts text to token ids and back.
 
+mod cuts;
 mod gguf;
 mod pieces;
 mod sentencepiece;
@@ -13,8 +14,12 @@ use std::{
 };
 
 pub use self::pieces::{Piece, Pieces};
-use self::{pieces::Cuts, special::Settings};
-use crate::{Error, Result, files, gguf::Value as GgufValue};
+use self::{cuts::Cuts, special::Settings};
+use crate::{
+    error::{Error, Result},
+    files,
+    gguf::{self as gguf_files, Value as GgufValue},
+};
 
 /// A tokenizer read from `tokenizer.json` or from the vocabulary of a GGUF file.
 #[derive(Clone)]
@@ -29,13 +34,12 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Reads `tokenizer.json`; `eos` are the ids that end a text.
     ///
-    /// Its settings for truncation and padding are ignored, because texts are encoded whole;
-    /// [`notes`](Self::notes) then says so.
+    /// Settings for truncation and padding are ignored, because texts are encoded whole;
+    /// [`notes`](Self::notes) then mentions them.
     ///
     /// # Errors
-    ///
-    /// [`Error::NotFound`]; [`Error::Tokenizer`] when the file is not a tokenizer;
-    /// [`Error::Unsupported`] when it puts more than one token before a text.
+    /// Returns [`Error::NotFound`], [`Error::Tokenizer`] if the file is not a tokenizer, or
+    /// [`Error::Unsupported`] if it puts more than one token before a text.
     pub fn from_file(path: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let path = path.as_ref();
         let inner = read(path)?;
@@ -43,13 +47,12 @@ impl Tokenizer {
         Self::new(inner, n_ids, eos.iter().copied(), Settings::default(), path)
     }
 
-    /// Reads `tokenizer.json` and, where they lie beside it, `tokenizer_config.json` and
-    /// `chat_template.jinja`; `eos` are the ids that end a text.
+    /// Reads `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if they exist;
+    /// `eos` are the ids that end a text.
     ///
     /// # Errors
-    ///
-    /// Those of [`from_file`](Self::from_file), and [`Error::Malformed`] for a
-    /// `tokenizer_config.json` that cannot be parsed.
+    /// Fails as [`from_file`](Self::from_file) does. Returns [`Error::Malformed`] if
+    /// `tokenizer_config.json` cannot be parsed.
     pub fn from_folder(folder: impl AsRef<Path>, eos: &[u32]) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
@@ -59,15 +62,14 @@ impl Tokenizer {
         Self::new(inner, n_ids, eos.iter().copied(), settings, &path)
     }
 
-    /// Reads the vocabulary inside a GGUF file, and nothing else of it.
+    /// Reads only the vocabulary of a GGUF file.
     ///
     /// # Errors
-    ///
-    /// A file that is not a GGUF file, or [`Error::Unsupported`] naming the kind of vocabulary or
-    /// its pre-tokenizer.
+    /// Fails if the file is not a GGUF file. Returns [`Error::Unsupported`] with the kind of
+    /// vocabulary or its pre-tokenizer.
     pub fn from_gguf(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let (map, metadata) = crate::gguf::metadata(path)?;
+        let (map, metadata) = gguf_files::metadata(path)?;
         Self::from_gguf_metadata(metadata, &map, path)
     }
 
@@ -77,16 +79,16 @@ impl Tokenizer {
         path: &Path,
     ) -> Result<Self> {
         let gguf::Built { inner, n_ids, eos, settings } = gguf::build(&metadata, file, path)?;
-        // What the file says of a large vocabulary is not kept for the checks.
+        // A large vocabulary is freed before the checks, which need memory too.
         drop(metadata);
         Self::new(inner, n_ids, eos, settings, path)
     }
 
-    /// Writes `tokenizer.json`, whole or not at all. The ids that end a text are not part of it.
+    /// Writes `tokenizer.json`, completely or not at all. It does not contain the ids that end a
+    /// text.
     ///
     /// # Errors
-    ///
-    /// [`Error::Write`].
+    /// Returns [`Error::Write`] if the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         files::write(path.as_ref(), self.to_json()?.as_bytes())
     }
@@ -114,97 +116,96 @@ impl Tokenizer {
         Ok(Self { inner, eos, n_ids, settings, cuts })
     }
 
-    /// The ids of `text`, without a [begin-of-text token](Self::bos) or any template.
+    /// Returns the ids of `text`, without a [begin-of-text token](Self::bos) or a template.
     ///
     /// Control tokens spelled out in `text` (`<|im_end|>`) become their ids, as in the transformers
     /// library. A long text is encoded in [pieces](Self::pieces).
     ///
     /// # Errors
-    ///
-    /// [`Error::Tokenizer`], when the vocabulary has no token for a part of the text.
+    /// Returns [`Error::Tokenizer`] if the vocabulary has no token for a part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_first(text, usize::MAX)
     }
 
-    /// The ids of `text`, encoded without cutting it into pieces.
+    /// Returns the ids of `text`, encoded in one piece.
     fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, false).map_err(Error::tokenizer)?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of `ids`, control tokens included. Incomplete characters become U+FFFD.
+    /// Returns the text of `ids` with control tokens. Incomplete characters become U+FFFD.
     ///
     /// # Errors
-    ///
-    /// [`Error::Tokenizer`], when the tokenizer's decoder refuses.
+    /// Returns [`Error::Tokenizer`] if the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.inner.decode(ids, false).map_err(Error::tokenizer)
     }
 
-    /// Decodes one id at a time, see [`TextStream`].
+    /// Returns a decoder for one id at a time, see [`TextStream`].
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: vec![], n_told: 0 }
+        TextStream { tokenizer: self, ids: vec![], n_returned: 0 }
     }
 
-    /// The id that stands at the start of a text, if the files name one.
+    /// Returns the id of the begin-of-text token, if the files name one.
     pub fn bos(&self) -> Option<u32> {
         self.settings.bos
     }
 
-    /// Whether the model was trained on texts that start with [`bos`](Self::bos): what
-    /// `add_bos_token` in `tokenizer_config.json` or in a GGUF file says, else whether the
-    /// post-processor of `tokenizer.json` puts it there, else what llama.cpp does with the
-    /// pre-tokenizer of a GGUF file. [`encode`](Self::encode) does not add it in any case: whoever
-    /// feeds the ids to a model puts [`bos`](Self::bos) before them.
+    /// Returns whether the model was trained on texts that begin with [`bos`](Self::bos). This is
+    /// `add_bos_token` of `tokenizer_config.json` or of a GGUF file. Without that field, the
+    /// post-processor of `tokenizer.json` decides, or llama.cpp's rule for the pre-tokenizer of a
+    /// GGUF file. [`encode`](Self::encode) never adds the token; callers put [`bos`](Self::bos)
+    /// before the ids.
     pub fn adds_bos(&self) -> bool {
         self.settings.adds_bos
     }
 
-    /// [`bos`](Self::bos) where the model [was trained](Self::adds_bos) on texts that start with it.
+    /// Returns [`bos`](Self::bos) if the model [was trained](Self::adds_bos) on texts that begin
+    /// with it.
     pub fn leading_bos(&self) -> Option<u32> {
         self.bos().filter(|_| self.adds_bos())
     }
 
-    /// The Jinja template of conversations, if the files have one; see
+    /// Returns the Jinja template of conversations, if the files have one; see
     /// [`ChatTemplate`](crate::ChatTemplate).
     pub fn chat_template(&self) -> Option<&str> {
         self.settings.chat_template.as_deref()
     }
 
-    /// The spellings of the tokens that templates call `bos_token` and `eos_token`.
+    /// Returns the spellings of the tokens that templates call `bos_token` and `eos_token`.
     pub(crate) fn template_tokens(&self) -> (Option<String>, Option<String>) {
         let Settings { bos, ref eos_token, .. } = self.settings;
         let first = || self.eos.first().and_then(|&id| self.id_to_token(id));
         (bos.and_then(|id| self.id_to_token(id)), eos_token.clone().or_else(first))
     }
 
-    /// Settings of the files that are ignored, a line each, to tell the user.
+    /// Returns notes for users about ignored settings, one line each.
     pub fn notes(&self) -> &[String] {
         &self.settings.notes
     }
 
-    /// The ids that end a text; may be empty.
+    /// Returns the ids that end a text; may be empty.
     pub fn eos(&self) -> &BTreeSet<u32> {
         &self.eos
     }
 
-    /// One more than the largest id.
+    /// Returns one more than the largest id.
     pub fn n_ids(&self) -> usize {
         self.n_ids
     }
 
-    /// The id of a token by its exact spelling in the vocabulary.
+    /// Returns the id of a token by its exact spelling in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The spelling of an id in the vocabulary.
+    /// Returns the spelling of an id in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 }
 
-/// One more than the largest id.
+/// Returns one more than the largest id.
 fn n_ids(inner: &tokenizers::Tokenizer) -> usize {
     inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
 }
@@ -229,43 +230,41 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// The text of ids as they arrive; a character that spans several ids is held back until it is
+/// Decodes ids as they arrive. A character that spans several ids is held back until it is
 /// complete.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The id that last completed a text, if there is one, then the ids that are held back.
+    /// The id that last completed a text, if any, then the ids that are held back.
     ids: Vec<u32>,
     /// Bytes of the text of `ids` that were returned already.
-    n_told: usize,
+    n_returned: usize,
 }
 
 impl TextStream<'_> {
-    /// The text that `id` completes; empty while a character is incomplete.
+    /// Returns the text that `id` completes; empty while a character is incomplete.
     ///
     /// # Errors
-    ///
-    /// Those of [`Tokenizer::decode`].
+    /// Fails as [`Tokenizer::decode`] does.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids)?;
-        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_told) {
+        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_returned) {
             return Ok(String::new());
         }
-        let new = text[self.n_told.min(text.len())..].to_string();
+        let new = text[self.n_returned.min(text.len())..].to_string();
         // The last id stays as context: some decoders treat the first token of a text differently.
         self.ids = vec![id];
-        self.n_told = self.tokenizer.decode(&self.ids)?.len();
+        self.n_returned = self.tokenizer.decode(&self.ids)?.len();
         Ok(new)
     }
 
-    /// The text that is still held back, if the ids end inside a character.
+    /// Returns the text that is still held back, if the ids end inside a character.
     ///
     /// # Errors
-    ///
-    /// Those of [`Tokenizer::decode`].
+    /// Fails as [`Tokenizer::decode`] does.
     pub fn finish(self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
-        Ok(text.get(self.n_told..).unwrap_or_default().to_string())
+        Ok(text.get(self.n_returned..).unwrap_or_default().to_string())
     }
 }

@@ -1,156 +1,30 @@
 //! Encodes a long text in separate pieces, with the same ids as the whole text.
 //!
 //! Encoding takes a hundred times the memory of its text, so long texts are cut. A cut is made
-//! where the pre-tokenizer splits anyway and neither side depends on the other: before a space that
-//! follows a word, if there is one. Whether a tokenizer splits there for all kinds of words is
-//! tested once, when it is read. Each cut is tested as well: the text around it must have the same
-//! splits and ids in two parts as in one.
+//! where the pre-tokenizer splits and neither side depends on the other, preferably before a space
+//! that follows a word. When a tokenizer is read, one test finds out whether it splits there for
+//! all kinds of words. Each cut is also tested: the text around it must have the same splits and
+//! ids in two parts as in one.
 
 use std::{
     io::Read,
     path::{Path, PathBuf},
 };
 
-use tokenizers::{
-    NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
-    PreTokenizerWrapper, normalizers::NormalizerWrapper,
+use super::{
+    Tokenizer,
+    cuts::{Cuts, Words, all, continued, splits},
 };
+use crate::error::{Error, Result};
 
-use super::Tokenizer;
-use crate::{Error, Result};
-
-/// Bytes of a piece, about; a piece is longer where the text has no place to cut it.
+/// The approximate bytes of a piece. A piece is longer if the text cannot be cut there.
 const PIECE: usize = 64 << 10;
-/// Bytes of text on either side with which a cut is tested, at least.
-const CONTEXT: usize = 256;
 /// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
 
-/// What decides where a tokenizer's texts may be cut.
-#[derive(Clone, Debug)]
-pub(super) struct Cuts {
-    words: Words,
-    /// Whether the normalizer puts the mark that stands for a space before every text. The part
-    /// after a cut is then encoded without its leading space, which would be marked twice.
-    prepends: bool,
-    /// Added tokens in which a space follows another character.
-    spanning: Vec<String>,
-    context: usize,
-}
-
-/// How words are kept apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Words {
-    /// The pre-tokenizer splits between them.
-    Split,
-    /// The pre-tokenizer does not split, but no token reaches from one word into the next.
-    Vocabulary,
-    /// Neither, so texts are not cut.
-    Joined,
-}
-
-impl Cuts {
-    pub(super) fn new(inner: &tokenizers::Tokenizer) -> Self {
-        let added = inner.get_added_tokens_decoder();
-        let longest = added.values().map(|token| token.content.len()).max().unwrap_or(0);
-        let spans = |text: &str| text.trim_start().contains(' ');
-        let spanning = added.values().map(|t| &t.content).filter(|t| spans(t)).cloned().collect();
-        let prepends = inner.get_normalizer().is_some_and(prepends);
-        let whole = match inner.get_pre_tokenizer() {
-            None => true,
-            Some(PreTokenizerWrapper::Metaspace(metaspace)) => !metaspace.get_split(),
-            Some(_) => false,
-        };
-        let words = match whole {
-            false if words_are_split(inner, prepends) => Words::Split,
-            true if words_are_apart(inner) => Words::Vocabulary,
-            _ => Words::Joined,
-        };
-        Self { words, prepends, spanning, context: CONTEXT.max(2 * longest) }
-    }
-}
-
-fn prepends(normalizer: &NormalizerWrapper) -> bool {
-    match normalizer {
-        NormalizerWrapper::Prepend(_) => true,
-        NormalizerWrapper::Sequence(all) => all.as_ref().iter().any(prepends),
-        _ => false,
-    }
-}
-
-/// Whether the pre-tokenizer splits before the space between words, of whatever characters they are.
-fn words_are_split(inner: &tokenizers::Tokenizer, prepends: bool) -> bool {
-    // Words of every class of characters that pre-tokenizers distinguish: cases of letters, marks,
-    // digits, punctuation, symbols.
-    const WORDS: [&str; 16] = [
-        "a", "Ab", "AB", "é", "e\u{301}", "日本", "7", "123", "½", ".", "'", "it's", "(", "--",
-        "$", "👍",
-    ];
-    let pairs = WORDS.iter().flat_map(|a| WORDS.iter().map(move |b| (a, format!(" {b}"))));
-    pairs.into_iter().all(|(before, behind)| {
-        let both = format!("{before}{behind}");
-        let parts = [&both, *before, continued(&behind, prepends)];
-        all(parts.map(|text| plain_splits(inner, text)))
-            .is_ok_and(|[whole, left, right]| whole == [left, right].concat())
-    })
-}
-
-/// The part of `text` that is encoded when `text` follows a cut.
-fn continued(text: &str, prepends: bool) -> &str {
-    match prepends {
-        true => text.strip_prefix(' ').unwrap_or(text),
-        false => text,
-    }
-}
-
-/// Whether no token holds the character that stands for a space after another character.
-fn words_are_apart(inner: &tokenizers::Tokenizer) -> bool {
-    let Ok(splits) = plain_splits(inner, "a b") else { return false };
-    let text: String = splits.into_iter().map(|(text, _)| text).collect();
-    let between = text.split_once('a').and_then(|(_, rest)| rest.strip_suffix('b'));
-    let Some(mark) = between.and_then(|mark| {
-        let mut chars = mark.chars();
-        chars.next().filter(|_| chars.next().is_none())
-    }) else {
-        return false;
-    };
-    inner.get_vocab(false).keys().all(|token| !token.trim_start_matches(mark).contains(mark))
-}
-
-/// What the tokenizer's model is given of a text: normalized pieces, and the ids of added tokens.
-type Splits = Vec<(String, Option<Vec<u32>>)>;
-
-fn splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
-    let vocabulary = inner.get_added_vocabulary();
-    pre_tokenize(inner, vocabulary.extract_and_normalize(inner.get_normalizer(), text))
-}
-
-/// The splits of a text, without looking for added tokens in it.
-fn plain_splits(inner: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Splits> {
-    let mut text = NormalizedString::from(text);
-    if let Some(normalizer) = inner.get_normalizer() {
-        normalizer.normalize(&mut text)?;
-    }
-    pre_tokenize(inner, text.into())
-}
-
-fn pre_tokenize(
-    inner: &tokenizers::Tokenizer,
-    mut split: PreTokenizedString,
-) -> tokenizers::Result<Splits> {
-    if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
-        pre_tokenizer.pre_tokenize(&mut split)?;
-    }
-    let splits = split.get_splits(OffsetReferential::Original, OffsetType::None);
-    let ids = |tokens: &Option<Vec<tokenizers::Token>>| {
-        tokens.as_ref().map(|tokens| tokens.iter().map(|token| token.id).collect())
-    };
-    Ok(splits.into_iter().map(|(text, _, tokens)| (text.to_string(), ids(tokens))).collect())
-}
-
-/// Where a text may be cut, best kind first.
+/// The kinds of places at which a text may be cut, best first.
 #[derive(Clone, Copy)]
-enum Place {
+enum CutKind {
     /// After a word and the punctuation that follows it, before a space and another word.
     Space,
     /// For texts without spaces: between a letter or digit and other white space, and between a
@@ -158,7 +32,7 @@ enum Place {
     Other,
 }
 
-impl Place {
+impl CutKind {
     fn is_here(self, before: char, at: char, after: Option<char>) -> bool {
         match self {
             Self::Space => {
@@ -178,24 +52,24 @@ impl Place {
 }
 
 impl Tokenizer {
-    /// The last place before the end of `text` where it can be cut so that the parts have the ids
-    /// of the whole, whatever text follows; `None` if no such place was found.
+    /// Returns the last place before the end of `text` at which it can be cut. The parts then have
+    /// the ids of the whole, whatever text follows.
     fn cut(&self, text: &str) -> Option<usize> {
         let Cuts { words, context, .. } = self.cuts;
         let last = text.len().checked_sub(context)?;
         let places = match words {
-            Words::Split => &[Place::Space, Place::Other][..],
-            Words::Vocabulary => &[Place::Space],
+            Words::Split => &[CutKind::Space, CutKind::Other][..],
+            Words::Vocabulary => &[CutKind::Space],
             Words::Joined => &[],
         };
-        places.iter().find_map(|place| {
+        places.iter().find_map(|kind| {
             let (mut after, mut at) = (None, (text.len(), None));
             let mut attempts = ATTEMPTS;
             for (i, before) in text.char_indices().rev() {
                 let (position, here) = at;
                 if let Some(here) = here
                     && position <= last
-                    && place.is_here(before, here, after)
+                    && kind.is_here(before, here, after)
                 {
                     if self.parts_at(text, position) {
                         return Some(position);
@@ -211,16 +85,15 @@ impl Tokenizer {
         })
     }
 
-    /// Whether the text around `at` has the same splits and ids in two parts, cut at `at`, as in
-    /// one.
+    /// Returns whether the text around `at` has the same splits and ids in two parts as in one.
     fn parts_at(&self, text: &str, at: usize) -> bool {
         let Cuts { words, prepends, ref spanning, context } = self.cuts;
         let start = text.floor_char_boundary(at.saturating_sub(context));
         let end = text.ceil_char_boundary((at + context).min(text.len()));
         let (around, at) = (&text[start..end], at - start);
         let (before, behind) = around.split_at(at);
-        // An added token that spans the place rules it out even if the excerpt is matched
-        // otherwise: with the text before the excerpt, the match may be another.
+        // No cut is allowed inside an added token, even if the tokenizer matches the excerpt
+        // otherwise, because text before the excerpt can change the match.
         let spanned = spanning.iter().any(|token| {
             let reaches = |n| before.ends_with(&token[..n]) && behind.starts_with(&token[n..]);
             (1..token.len()).any(|n| token.is_char_boundary(n) && reaches(n))
@@ -245,12 +118,11 @@ impl Tokenizer {
         [left, right].concat() == whole
     }
 
-    /// The ids of a [`Piece`] of a text. One that `continues` a text is not encoded as the start of
-    /// a text, whose first word some tokenizers mark.
+    /// Returns the ids of a [`Piece`] of a text. Some tokenizers mark the first word of a text; a
+    /// piece that `continues` a text has no such mark.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode).
+    /// Fails as [`encode`](Self::encode) does.
     pub fn encode_piece(&self, text: &str, continues: bool) -> Result<Vec<u32>> {
         match continues {
             true => self.encode_whole(continued(text, self.cuts.prepends)),
@@ -258,21 +130,19 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a UTF-8 file in pieces, which are read as they are asked for. A byte order mark
-    /// at the start of the file is skipped. `path` is for messages.
+    /// Returns the text of a UTF-8 file in pieces, which are read on demand. A byte order mark at
+    /// the start of the file is skipped. `path` is for messages.
     pub fn pieces<R: Read>(&self, reader: R, path: impl AsRef<Path>) -> Pieces<'_, R> {
         let skip_mark = true;
         Pieces { skip_mark, ..Pieces::new(self, reader, path.as_ref()) }
     }
 
-    /// The ids of a UTF-8 file, at most `limit` of them. The file is read only as far as these
-    /// need, in pieces rather than as a whole. A byte order mark at its start is skipped. `path` is
-    /// for messages.
+    /// Returns the ids of a UTF-8 file, at most `limit`. The file is read in pieces, and only as
+    /// far as necessary. A byte order mark at its start is skipped. `path` is for messages.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode); [`Error::Io`], and [`Error::NotUtf8`] naming the byte, in
-    /// the part of the file that is read.
+    /// Fails as [`encode`](Self::encode) does. Returns [`Error::Io`] or [`Error::NotUtf8`] with the
+    /// byte, for the part of the file that is read.
     pub fn encode_reader(
         &self,
         reader: impl Read,
@@ -282,11 +152,10 @@ impl Tokenizer {
         self.collect(self.pieces(reader, path), limit.unwrap_or(usize::MAX))
     }
 
-    /// The first ids of `text`, `limit` at most, without encoding all of it.
+    /// Returns the first ids of `text`, at most `limit`, without encoding all of it.
     ///
     /// # Errors
-    ///
-    /// Those of [`encode`](Self::encode).
+    /// Fails as [`encode`](Self::encode) does.
     pub fn encode_first(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
         self.collect(Pieces::new(self, text.as_bytes(), Path::new("")), limit)
     }
@@ -308,28 +177,24 @@ impl Tokenizer {
     }
 }
 
-fn all<T, E>([a, b, c]: [std::result::Result<T, E>; 3]) -> std::result::Result<[T; 3], E> {
-    Ok([a?, b?, c?])
-}
-
-/// Part of a text, see [`Tokenizer::pieces`].
+/// A part of a text, see [`Tokenizer::pieces`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The part.
+    /// The text of the part.
     pub text: String,
-    /// Whether there is text before it.
+    /// `true` if other text precedes it.
     pub continues: bool,
 }
 
-/// The parts of a text, in order; together they are the text.
+/// The parts of a text, in order. Joined, they are the text.
 #[derive(Debug)]
 pub struct Pieces<'a, R> {
     tokenizer: &'a Tokenizer,
     reader: R,
     path: PathBuf,
-    /// Bytes of a piece, see [`PIECE`].
+    /// The approximate bytes of a piece.
     size: usize,
-    /// Whether to skip a byte order mark at the start.
+    /// `true` to skip a byte order mark at the start.
     skip_mark: bool,
     /// Text that was read and not yet returned.
     text: String,
@@ -357,7 +222,7 @@ impl<'a, R: Read> Pieces<'a, R> {
         }
     }
 
-    /// Reads until there are `len` bytes of text, or to the end.
+    /// Reads until `text` has `len` bytes or the file ends.
     fn fill(&mut self, len: usize) -> Result<()> {
         while !self.at_end && self.text.len() < len {
             let mut bytes = std::mem::take(&mut self.partial);

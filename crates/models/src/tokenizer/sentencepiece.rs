@@ -1,8 +1,8 @@
 //! SentencePiece vocabularies of GGUF files: tokens with scores.
 //!
-//! What llama.cpp's `llm_tokenizer_spm` does with them: characters are joined in pairs, the pair whose joint
-//! token has the highest score first, and a character without a token becomes its bytes. That is byte-pair
-//! encoding whose merges are ordered by the scores of their results, as the transformers library has it.
+//! llama.cpp's `llm_tokenizer_spm` joins characters in pairs, beginning with the pair whose token
+//! has the highest score. A character without a token becomes its bytes. As in the transformers
+//! library, this is byte-pair encoding whose merges are ordered by the scores of their results.
 
 use std::{collections::HashMap, path::Path};
 
@@ -12,14 +12,15 @@ use tokenizers::{
     models::bpe::{BPE, Vocab},
 };
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
-/// What SentencePiece writes for a space.
+/// The character that SentencePiece writes for a space.
 const SPACE: char = '▁';
-/// `tokenizer.ggml.token_type` of tokens that characters may be joined to.
+/// The value of `tokenizer.ggml.token_type` for tokens that merges can produce.
 const NORMAL: i64 = 1;
 
-/// The tokenizer of `tokens` with their scores and types. With `prefixed`, a space is put before a text.
+/// Builds the tokenizer of `tokens` with their scores and types. With `prefixed`, it puts a space
+/// before a text.
 pub(super) fn build(
     tokens: &[&str],
     scores: &[f64],
@@ -29,7 +30,7 @@ pub(super) fn build(
     path: &Path,
 ) -> Result<tokenizers::Tokenizer> {
     let failed = |error: String| Error::tokenizer(format!("{}: {error}", path.display()));
-    // Of two tokens spelled alike the first wins.
+    // If two tokens have the same spelling, the first wins.
     let mut vocab = HashMap::with_capacity(tokens.len());
     for (id, token) in (0u32..).zip(tokens) {
         vocab.entry((*token).to_string()).or_insert(id);
@@ -66,7 +67,7 @@ pub(super) fn build(
     Ok(inner)
 }
 
-/// All pairs of tokens whose joint text is a token, the highest score of it first.
+/// Returns all pairs of tokens whose joined text is a token, the highest score first.
 fn merges(
     tokens: &[&str],
     scores: &[f64],

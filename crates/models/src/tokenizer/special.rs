@@ -1,5 +1,5 @@
-//! What the files of a tokenizer say besides its vocabulary: the begin-of-text token, the chat
-//! template, and settings that are ignored.
+//! Other settings of a tokenizer's files: the begin-of-text token, the chat template, and settings
+//! that are ignored.
 
 use std::{collections::HashMap, path::Path};
 
@@ -7,7 +7,10 @@ use serde::Deserialize;
 use serde_json::{Value as Json, json};
 use tokenizers::{Encoding, PostProcessor, PostProcessorWrapper, Token};
 
-use crate::{Error, Result, files::read_to_string};
+use crate::{
+    error::{Error, Result},
+    files::read_to_string,
+};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Settings {
@@ -19,7 +22,7 @@ pub(super) struct Settings {
     pub(super) notes: Vec<String>,
 }
 
-/// The fields of `tokenizer_config.json` that matter here.
+/// The fields of `tokenizer_config.json` that are used.
 #[derive(Default, Deserialize)]
 struct Config {
     bos_token: Option<Spelling>,
@@ -43,7 +46,7 @@ impl Spelling {
     }
 }
 
-/// One template, or several, of which the one called `default` is for conversations.
+/// One template, or several with names; the one called `default` is for conversations.
 #[derive(Deserialize)]
 #[serde(
     untagged,
@@ -74,7 +77,7 @@ impl Templates {
 }
 
 impl Settings {
-    /// Reads `tokenizer_config.json` and `chat_template.jinja`, which need not be there.
+    /// Reads `tokenizer_config.json` and `chat_template.jinja`, if they exist.
     pub(super) fn read(folder: &Path, inner: &mut tokenizers::Tokenizer) -> Result<Self> {
         let path = folder.join("tokenizer_config.json");
         let config = match read_to_string(&path) {
@@ -100,7 +103,7 @@ impl Settings {
                 return Err(Error::config(path, "bos_token", value, rule));
             }
         }
-        // The file wins: it is the newer way to store the template.
+        // The file takes precedence, because it is the newer way to store the template.
         let chat_template = match read_to_string(&folder.join("chat_template.jinja")) {
             Ok(template) => Some(template),
             Err(Error::NotFound { .. }) => chat_template.and_then(Templates::default),
@@ -110,7 +113,7 @@ impl Settings {
         Ok(Self { bos, eos_token, chat_template, ..Self::default() })
     }
 
-    /// Removes the tokenizer's settings that would change the ids of a text.
+    /// Removes settings that would change the ids of a text.
     pub(super) fn encode_whole(
         &mut self,
         inner: &mut tokenizers::Tokenizer,
@@ -127,19 +130,19 @@ impl Settings {
         }
         if !ignored.is_empty() {
             let (path, what) = (path.display(), ignored.join(" and "));
-            self.notes.push(format!("{path} asks for {what}: ignored, texts are encoded whole"));
+            self.notes.push(format!("{path}: ignores {what}, because texts are encoded whole"));
         }
         Ok(())
     }
 
-    /// Finds what the post-processor puts before a text.
+    /// Finds the tokens that the post-processor puts before a text.
     pub(super) fn follow_template(
         &mut self,
         inner: &tokenizers::Tokenizer,
         path: &Path,
     ) -> Result<()> {
         let Some(template) = inner.get_post_processor() else { return Ok(()) };
-        // An id that no vocabulary has stands for the text.
+        // An id outside every vocabulary represents the text.
         let text = Token::new(u32::MAX, String::new(), (0, 0));
         let encoding = Encoding::from_tokens(vec![text], 0);
         let encoding = template.process(encoding, None, true).map_err(Error::tokenizer)?;
@@ -158,7 +161,7 @@ impl Settings {
     }
 }
 
-/// Makes texts begin with `bos`, in place of what the post-processor put before them.
+/// Makes texts begin with `bos`, instead of the tokens of the post-processor.
 pub(super) fn begin_with(inner: &mut tokenizers::Tokenizer, bos: u32, path: &Path) -> Result<()> {
     let Some(token) = inner.id_to_token(bos) else {
         let why =

@@ -1,4 +1,4 @@
-//! A vocabulary from texts.
+//! Learns a vocabulary from texts.
 
 use std::path::Path;
 
@@ -12,19 +12,17 @@ use tokenizers::{
 };
 
 use super::{Tokenizer, n_ids, special::Settings};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
-/// The token that ends a text.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 impl Tokenizer {
-    /// Learns byte-level BPE with GPT-2's pre-tokenizer from `texts`: exactly `vocab_size` ids, of
-    /// which 0 is `<|endoftext|>`, the end of a text. The same texts give the same ids.
+    /// Learns byte-level BPE with GPT-2's pre-tokenizer from `texts`, with exactly `vocab_size`
+    /// ids. Id 0 is `<|endoftext|>`, the end of a text. The same texts give the same ids.
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`]: a `vocab_size` below 257, the bytes and the end of text, or above what
-    /// the texts give.
+    /// Returns [`Error::Argument`] if `vocab_size` is below 257, the number of bytes and the end of
+    /// text, or above the number of ids that the texts give.
     pub fn train_bpe(
         texts: impl Iterator<Item = impl AsRef<str> + Send> + Send,
         vocab_size: usize,

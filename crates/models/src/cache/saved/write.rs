@@ -17,7 +17,7 @@ use super::{
 use crate::{
     Error, LanguageModel, Result,
     files::failed,
-    save::file::{Place, TensorFile},
+    save::file::{TensorFile, TensorId},
 };
 
 impl ModelCache {
@@ -115,7 +115,7 @@ impl ModelCache {
         let list = |(name, dtype, shape): &(String, Dtype, Vec<usize>)| {
             file.add(name.clone(), *dtype, shape.clone())
         };
-        let places: Vec<Place> = listed.iter().map(list).collect();
+        let places: Vec<TensorId> = listed.iter().map(list).collect();
         let of_sums = file.add(CHECKSUMS.into(), Dtype::U32, vec![listed.len() + 1]);
         let mut file = file.begin()?;
         let mut sums = BTreeMap::new();

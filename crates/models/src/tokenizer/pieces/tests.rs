@@ -1,25 +1,27 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-//! The ids of pieces are those of the whole, which the tokenizers crate encodes in one go.
+//! Compares the ids of pieces with the ids of the whole text, which the tokenizers crate encodes at
+//! once.
 
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus, seq::IndexedRandom};
 use serde_json::{Value as Json, json};
-use tokenizers::models::{
-    TrainerWrapper,
-    bpe::{BPE, BpeTrainer},
+use tokenizers::{
+    PreTokenizerWrapper,
+    models::{
+        TrainerWrapper,
+        bpe::{BPE, BpeTrainer},
+    },
 };
 
 use super::*;
-use crate::tokenizer::special::Settings;
+use crate::tokenizer::{
+    gguf::{GPT2, GPT4O, LLAMA3, QWEN2},
+    special::Settings,
+};
 
 const LICENSES: &str = include_str!("../../../tests/fixtures/licenses.txt");
 const MIXED: &str = include_str!("../../../tests/fixtures/mixed.txt");
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const O200K: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-
-/// A BPE model of 3000 ids, over bytes or over characters with a mark for spaces.
+/// Returns a BPE model of 3000 ids, over bytes or over characters with a mark for spaces.
 fn model(bytes: bool) -> Json {
     let pre: Json = match bytes {
         true => json!({
@@ -74,54 +76,64 @@ fn tokenizer(model: &Json, normalizer: Json, pre: Json, added: &[Json]) -> Token
     Tokenizer::new(inner, n_ids, [], Settings::default(), path).unwrap()
 }
 
-/// Tokenizers like those of published models, and unusual ones, each with whether it allows cuts in
-/// English text.
-fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
-    let (bytes, marks) = (model(true), model(false));
-    let level = |regex: bool, prefix: bool| {
-        json!({
-            "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true,
-            "use_regex": regex,
-        })
-    };
-    let split = |regex: &str| {
+fn level(regex: bool, prefix: bool) -> Json {
+    json!({
+        "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": regex,
+    })
+}
+
+/// Returns byte-level pre-tokenization after splits by `regexes`.
+fn with(regexes: &[&str]) -> Json {
+    let split = |regex: &&str| {
         json!({
             "type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false,
         })
     };
-    let with = |regexes: &[&str]| {
-        let mut all: Vec<Json> = regexes.iter().map(|regex| split(regex)).collect();
-        all.push(level(false, false));
-        json!({"type": "Sequence", "pretokenizers": all})
-    };
+    let mut all: Vec<Json> = regexes.iter().map(split).collect();
+    all.push(level(false, false));
+    json!({"type": "Sequence", "pretokenizers": all})
+}
+
+fn metaspace(scheme: &str, split: bool) -> Json {
+    json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split})
+}
+
+/// Returns added tokens that contain spaces or strip the text around them.
+fn strange_tokens() -> [Json; 9] {
+    [
+        ("<s>", ""),
+        ("a b", ""),
+        ("b a", ""),
+        ("of the", "n"),
+        ("<l>", "l"),
+        ("<r>", "r"),
+        ("<w>", "lrw"),
+        ("\n\n", ""),
+        ("  ", "n"),
+    ]
+    .map(|(content, strip)| added(content, strip))
+}
+
+/// Adds a token that reaches from one word into the next.
+fn with_joined_words(mut model: Json) -> Json {
+    let id = model["vocab"].as_object().unwrap().len();
+    model["vocab"]["e▁"] = json!(id);
+    model["merges"].as_array_mut().unwrap().insert(0, json!(["e", "▁"]));
+    model
+}
+
+/// Returns tokenizers like those of published models, and unusual ones. The flag is whether a
+/// tokenizer allows cuts in English text.
+fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
+    let (bytes, marks) = (model(true), model(false));
+    let joined = with_joined_words(marks.clone());
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
     let sentence_piece = json!({
         "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
     });
-    let metaspace = |scheme: &str, split: bool| {
-        json!({
-            "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split,
-        })
-    };
-    let plain = [added("<s>", ""), added("</s>", "")];
-    let strange = [
-        added("<s>", ""),
-        added("a b", ""),
-        added("b a", ""),
-        added("of the", "n"),
-        added("<l>", "l"),
-        added("<r>", "r"),
-        added("<w>", "lrw"),
-        added("\n\n", ""),
-        added("  ", "n"),
-    ];
-    let mut joined = marks.clone();
-    // A token that reaches from one word into the next.
-    let id = joined["vocab"].as_object().unwrap().len();
-    joined["vocab"]["e▁"] = json!(id);
-    joined["merges"].as_array_mut().unwrap().insert(0, json!(["e", "▁"]));
-    let nothing = Json::Null;
-    let nfc = json!({"type": "NFC"});
+    let (plain, strange) = ([added("<s>", ""), added("</s>", "")], strange_tokens());
+    let (nothing, nfc) = (Json::Null, json!({"type": "NFC"}));
+    let strip = json!({"type": "Strip", "strip_left": true, "strip_right": true});
     let smollm = json!({
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": true}, level(true, false)],
@@ -138,7 +150,7 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
         ("llama3", make(&bytes, &nothing, &with(&[LLAMA3]), &plain), true),
         ("llama3, strange tokens", make(&bytes, &nothing, &with(&[LLAMA3]), &strange), true),
         ("qwen2", make(&bytes, &nfc, &with(&[QWEN2]), &plain), true),
-        ("o200k", make(&bytes, &nothing, &with(&[O200K]), &strange), true),
+        ("o200k", make(&bytes, &nothing, &with(&[GPT4O]), &strange), true),
         ("gguf default", make(&bytes, &nothing, &with(&gguf_default), &plain), true),
         ("one word", make(&bytes, &nothing, &level(false, false), &plain), false),
         ("lines", make(&bytes, &nothing, &with(&[r"\n+"]), &plain), false),
@@ -149,79 +161,29 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
         ("metaspace", make(&marks, &nothing, &metaspace("always", true), &strange), true),
         ("no mark", make(&marks, &replace, &nothing, &strange), true),
         ("joined words", make(&joined, &sentence_piece, &nothing, &plain), false),
-        (
-            "stripped",
-            make(
-                &marks,
-                &json!({"type": "Strip", "strip_left": true,
-            "strip_right": true}),
-                &metaspace("first", false),
-                &plain,
-            ),
-            false,
-        ),
+        ("stripped", make(&marks, &strip, &metaspace("first", false), &plain), false),
     ]
 }
 
-/// Text that is hard to cut.
+/// Words, punctuation and added tokens of texts that are hard to cut.
+const PARTS: &str = "\
+    word|The|of|the|don't|IT'S|x|é|e\u{301}|ß|naïve|12|3|2024|日本|語|。|，|中文|한국어|עברית|👍|\
+    👩‍👩‍👧‍👦|🏳️‍🌈|\u{200d}|\u{fe0f}|-|--|'|\"|)|(|...|$|<s>|</s>|<l>|<r>|<w>|a b|b a|\
+    \u{feff}|\u{ad}|\u{301}";
+const SPACES: [&str; 10] =
+    [" ", " ", " ", "\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "  ", "\u{85}"];
+
 fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
-    const PARTS: [&str; 44] = [
-        "word",
-        "The",
-        "of",
-        "the",
-        "don't",
-        "IT'S",
-        "x",
-        "é",
-        "e\u{301}",
-        "ß",
-        "naïve",
-        "12",
-        "3",
-        "2024",
-        "日本",
-        "語",
-        "。",
-        "，",
-        "中文",
-        "한국어",
-        "עברית",
-        "👍",
-        "👩‍👩‍👧‍👦",
-        "🏳️‍🌈",
-        "\u{200d}",
-        "\u{fe0f}",
-        "-",
-        "--",
-        "'",
-        "\"",
-        ")",
-        "(",
-        "...",
-        "$",
-        "<s>",
-        "</s>",
-        "<l>",
-        "<r>",
-        "<w>",
-        "a b",
-        "b a",
-        "\u{feff}",
-        "\u{ad}",
-        "\u{301}",
-    ];
-    const SPACES: [&str; 10] =
-        [" ", " ", " ", "\n", "\t", "\r\n", "\u{a0}", "\u{3000}", "  ", "\u{85}"];
+    let parts: Vec<&str> = PARTS.split('|').collect();
     let mut text = String::new();
     let kind = rng.random_range(0..8);
     while text.len() < 6000 {
         match rng.random_range(0..20) {
             0 => text += &SPACES.choose(rng).unwrap().repeat(rng.random_range(1..400)),
-            1 => text += &PARTS.choose(rng).unwrap().repeat(rng.random_range(1..300)),
+            1 => text += &parts.choose(rng).unwrap().repeat(rng.random_range(1..300)),
             2 => text += &"a b ".repeat(rng.random_range(1..200)),
             3 => text += ["<r>", "<l>", "<w>", "of the", "of", "e"].choose(rng).unwrap(),
-            _ => text += PARTS.choose(rng).unwrap(),
+            _ => text += parts.choose(rng).unwrap(),
         }
         match kind {
             0 => {} // white space only in the runs above
@@ -234,7 +196,7 @@ fn strange_text(rng: &mut Xoshiro256PlusPlus) -> String {
     text
 }
 
-/// The ids of `text` in pieces of about `size` bytes, and how many pieces there were.
+/// Returns the ids of `text` in pieces of about `size` bytes, and the number of pieces.
 fn in_pieces(tokenizer: &Tokenizer, text: &str, size: usize) -> (Vec<u32>, usize) {
     let pieces = Pieces::new(tokenizer, text.as_bytes(), Path::new(""));
     let pieces: Vec<Piece> = Pieces { size, ..pieces }.map(Result::unwrap).collect();

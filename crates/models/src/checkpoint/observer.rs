@@ -1,28 +1,27 @@
-//! What a program is told of a load, and may refuse.
+//! Observers of a load, and the sizes that they receive.
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::{LanguageModel, ModelCacheConfig, ModelSpec, Result};
+use crate::{cache_config::ModelCacheConfig, error::Result, model::LanguageModel, spec::ModelSpec};
 
-/// Who is told of a load while it goes on.
+/// Observes a load.
 pub trait LoadObserver {
-    /// The model is known, and nothing is allocated yet.
+    /// Called when the sizes of the model are known and nothing has been allocated.
     ///
     /// # Errors
-    ///
     /// An error ends the load.
     fn begin(&mut self, planned: &Planned<'_>) -> Result<()> {
         let _ = planned;
         Ok(())
     }
 
-    /// All but the other layers has been read: the model with its first layer alone, from which a device can learn what
-    /// it will have to compute ([`CompileAhead`](crate::CompileAhead)) while the rest is read.
+    /// Called with a model that has only the first layer, before the other layers are read. A
+    /// device can compile kernels for it in the meantime ([`CompileAhead`](crate::CompileAhead)).
     fn first_layer(&mut self, model: LanguageModel) {
         let _ = model;
     }
 
-    /// So many of the weights' bytes have been read and are where they are to be.
+    /// Called after each tensor with the number of its bytes.
     fn read(&mut self, bytes: usize) {
         let _ = bytes;
     }
@@ -32,16 +31,16 @@ pub trait LoadObserver {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Planned<'a> {
-    /// Its sizes, layer by layer.
+    /// The sizes of every layer.
     pub spec: &'a ModelSpec,
-    /// What its weights will take.
+    /// The sizes of its weights.
     pub weights: &'a WeightBytes,
-    /// The cache that it was trained with, if its files say so.
+    /// The cache that the model was trained with, if its files name one.
     pub cache: Option<&'a ModelCacheConfig>,
 }
 
 impl<'a> Planned<'a> {
-    /// A model of `spec` with these weights.
+    /// Creates the description of a model.
     pub fn new(
         spec: &'a ModelSpec,
         weights: &'a WeightBytes,
@@ -51,47 +50,48 @@ impl<'a> Planned<'a> {
     }
 }
 
-/// What the weights of a checkpoint take.
+/// Sizes of the weights of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WeightBytes {
-    /// Bytes in memory by the type they are kept in there, as `Q4K` or `f32`.
+    /// Bytes in memory by the type in memory, such as `Q4K` or `f32`.
     pub by_type: BTreeMap<String, usize>,
     /// Bytes in the files.
     pub in_files: usize,
-    /// Bytes in memory of all if what can stay packed did; `None` where it does, and where the
-    /// device or the type asked for rules that out.
+    /// Bytes in memory if all weights that can stay packed did. `None` if they already do, or if
+    /// the device or the requested type does not allow it.
     pub packed: Option<usize>,
-    /// The tensor with the most bytes that have to be in one buffer, as the files name it, and these: all of it, or a row
-    /// of one that stays packed, of which there can be several buffers.
+    /// The tensor with the largest single buffer, by its name in the files, and the bytes of that
+    /// buffer. A packed tensor can be divided, so only one of its rows counts.
     pub largest: (String, usize),
-    /// Bytes in memory of the projection to the vocabulary, and its numbers.
+    /// Bytes in memory of the projection to the vocabulary, and the number of its elements.
     pub head: (usize, usize),
-    /// Bytes in memory of the token embedding, if nothing but single rows of it are read, and those of a row.
+    /// Bytes in memory of the token embedding and of one row; the first is 0 if a tied head reads
+    /// all of it.
     pub looked_up: (usize, usize),
-    /// The most rows of a matrix other than those of the vocabulary: the widest activation.
+    /// The most rows of a matrix, except for matrices over the vocabulary: the widest activation.
     pub widest: usize,
 }
 
 impl WeightBytes {
-    /// Bytes that a step of one token reads: all weights, but of the token embedding a row. (All experts of a mixture
-    /// count, and all of a table of positions.)
+    /// Returns the bytes that one decode step reads: all weights, but one row of the token
+    /// embedding. All experts of a mixture and the whole table of positions count.
     pub fn bytes_per_token(&self) -> usize {
         let (table, row) = self.looked_up;
         self.total() - table + row
     }
 
-    /// Bytes in memory of all.
+    /// Returns the bytes of all weights in memory.
     pub fn total(&self) -> usize {
         self.by_type.values().sum()
     }
 }
 
-/// An observer, or none.
+/// An optional observer.
 #[derive(Default)]
 pub(crate) struct Watcher {
     observer: Option<Box<dyn LoadObserver>>,
-    /// Whether it knows the model.
+    /// `true` once the observer received the sizes.
     began: bool,
 }
 
@@ -112,7 +112,7 @@ impl Watcher {
     }
 
     pub(crate) fn read(&mut self, bytes: usize) {
-        // What is read to know the model is no part of its weights.
+        // Tensors read before `begin` determine the sizes and are not weights.
         if let Some(observer) = self.observer.as_mut().filter(|_| self.began) {
             observer.read(bytes);
         }

@@ -1,3 +1,5 @@
+//! Named tensors of models that are written.
+
 use std::ops::Range;
 
 use burn::{
@@ -5,10 +7,26 @@ use burn::{
     tensor::{Tensor, TensorData},
 };
 
-use super::Names;
 use crate::nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm};
 
-/// The tensors of a checkpoint that is to be written, on the model's device.
+/// The names that all checkpoints of a family share.
+#[derive(Clone, Copy, Debug)]
+pub struct Names {
+    /// The name of the family in messages.
+    pub family: &'static str,
+    /// The prefix of all names except the head's, such as `model.`; importers use names without it.
+    pub prefix: &'static str,
+    /// The prefix of the layers' tensors before the number, such as `layers.`.
+    pub layers: &'static str,
+    /// The token embedding, such as `embed_tokens.weight`.
+    pub embedding: &'static str,
+    /// The output projection, such as `lm_head.weight`.
+    pub head: &'static str,
+    /// Returns whether a tensor may be left over because it follows from the configuration.
+    pub harmless: fn(&str) -> bool,
+}
+
+/// The tensors of a checkpoint that is written, on the model's device.
 #[derive(Debug)]
 pub struct Exports {
     names: &'static Names,
@@ -22,33 +40,32 @@ pub(crate) struct Export {
     pub(crate) values: Values,
 }
 
-/// What becomes a tensor. Those of matrices are read, and restored where they are packed, when they are written.
+/// The source of a tensor. Matrices are read, and restored if packed, when they are written.
 #[derive(Debug)]
 pub(crate) enum Values {
     Vector(Tensor<1>),
-    /// Several vectors.
     Vectors(Tensor<2>),
     /// Rows of a matrix, which may be quantized.
     Rows(Matrix, Range<usize>),
-    /// A matrix, which may be quantized, or else is written transposed.
+    /// A matrix that is quantized or written transposed.
     Transposed(Matrix),
-    /// A matrix that is always written in floats.
+    /// A matrix that is always written as floats.
     Floats(Matrix),
-    /// The matrices of experts, which may be quantized to MXFP4, or else are written transposed.
+    /// The matrices of experts, which are quantized to MXFP4 or written transposed.
     Experts(Vec<Matrix>, RowOrder),
 }
 
-/// In which order the rows of an expert are written.
+/// The order of an expert's rows in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// As they are.
+    /// The order in the model.
     Same,
-    /// Those of the first half and of the second half in turn.
+    /// Rows of the first half and of the second half alternate.
     InTurn,
 }
 
 impl RowOrder {
-    /// Rows of a matrix in this order.
+    /// Returns the rows of a matrix in this order.
     pub(crate) fn of<const D: usize>(self, rows: Tensor<D>) -> Tensor<D> {
         let dims = rows.dims();
         match self {
@@ -62,7 +79,6 @@ impl RowOrder {
 }
 
 impl Values {
-    /// The shape in floats.
     pub(crate) fn shape(&self) -> Vec<usize> {
         match self {
             Self::Vector(vector) => vector.dims().to_vec(),
@@ -80,7 +96,6 @@ impl Values {
         }
     }
 
-    /// The floats.
     pub(crate) fn data(&self) -> Result<TensorData, String> {
         let data = match self {
             Self::Vector(vector) => vector.try_to_data(),
@@ -99,7 +114,8 @@ impl Values {
 }
 
 impl Values {
-    /// Enough to tell them from others: all numbers of a vector, and of a matrix some rows as they are stored.
+    /// Returns numbers that identify the tensor: a whole vector, or some rows of a matrix as
+    /// stored.
     pub(crate) fn samples(&self) -> Result<Vec<TensorData>, String> {
         let whole = |matrix: &Matrix| matrix.sample(0..matrix.dims()[0]);
         match self {
@@ -115,7 +131,7 @@ impl Values {
 }
 
 impl Exports {
-    /// No tensors yet; those that are added are named as the family's importer names them, without
+    /// Creates an empty list. Tensors are added under the names of the family's importer, without
     /// its prefix.
     pub fn new(names: &'static Names) -> Self {
         Self { names, tensors: vec![] }
@@ -125,8 +141,8 @@ impl Exports {
         self.tensors
     }
 
-    /// Adds the projection `module`, cut into `parts`: each the name of a module and a number of
-    /// rows, in this order.
+    /// Adds the projection `module`, divided into `parts` in this order. Each part is the name of a
+    /// module and a number of rows.
     pub fn linear(&mut self, parts: &[(String, usize)], module: &Linear) {
         let bias = module.bias.as_ref().map(value);
         let mut start = 0;
@@ -154,7 +170,8 @@ impl Exports {
         self.matrix(name, Values::Rows(module.weight.clone(), rows));
     }
 
-    /// Adds a matrix, and its bias if it has one, that is never quantized: rows for positions, or a router.
+    /// Adds a matrix that is never quantized, such as a table of positions or a router, and its
+    /// bias.
     pub fn floats(&mut self, name: &str, weight: &Matrix, bias: Option<&Param<Tensor<1>>>) {
         self.matrix(name, Values::Floats(weight.clone()));
         if let Some(bias) = bias {
@@ -175,7 +192,7 @@ impl Exports {
         self.vector(format!("{name}.weight"), value(&module.gamma));
     }
 
-    /// Adds the norms of the heads of queries and of keys.
+    /// Adds the norms of query and key heads.
     pub fn qk_norms(&mut self, [query, key]: &[String; 2], norms: &QkNorms) {
         self.rms_norm(query, &norms.query);
         self.rms_norm(key, &norms.key);
@@ -186,8 +203,8 @@ impl Exports {
         self.vector(name.into(), value(vector));
     }
 
-    /// Adds a projection of each expert of a mixture, `[d_output, d_input]` and its bias, as one tensor of their
-    /// transposes and one of the biases, `NAME_bias`.
+    /// Adds a projection of every expert of a mixture, `[d_output, d_input]` with a bias. It
+    /// becomes one tensor of transposes and one of biases, `NAME_bias`.
     pub(crate) fn experts<'a>(
         &mut self,
         name: &str,
