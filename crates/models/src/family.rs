@@ -1,4 +1,4 @@
-//! What files of a model family are, and how a model is built from them: [`Family`].
+//! [`Family`]: the files of a model family, and how a model is built from them.
 
 use std::path::Path;
 
@@ -14,17 +14,16 @@ use crate::{
 /// The `config.json` of a Hugging Face folder.
 #[derive(Clone, Copy, Debug)]
 pub struct ConfigJson<'a> {
-    /// Its text.
+    /// The text of the file.
     pub text: &'a str,
-    /// Where it is, for messages.
+    /// The path of the file, for messages.
     pub path: &'a Path,
 }
 
 impl ConfigJson<'_> {
-    /// The fields that `T` has.
+    /// Deserializes the fields of `T`.
     ///
     /// # Errors
-    ///
     /// Fails with [`Error::Malformed`] for text that is not JSON, and with [`Error::Config`] for a
     /// field of another type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
@@ -56,10 +55,10 @@ impl ConfigJson<'_> {
 /// A family of models that [`load`](crate::load()) builds; [`register`](crate::register) makes one
 /// known.
 pub trait Family: Sync {
-    /// The values of `model_type` in `config.json` that it serves.
+    /// Returns the values of `model_type` in `config.json` that the family reads.
     fn model_types(&self) -> &'static [&'static str];
 
-    /// The values of `quant_method` in `config.json` whose tensors it reads.
+    /// Returns the values of `quant_method` in `config.json` that the family reads.
     fn quantizations(&self) -> &'static [&'static str] {
         &[]
     }
@@ -67,21 +66,20 @@ pub trait Family: Sync {
     /// Builds a model of a Hugging Face folder, taking each tensor out of `weights`.
     ///
     /// # Errors
-    ///
-    /// A field of `config` that is missing or breaks a rule, a feature that is not computed, a
-    /// tensor that is missing, left over or has another shape.
+    /// Fails for a field of `config` that is missing or breaks a rule, for an unsupported feature,
+    /// and for a tensor that is missing, left over or of another shape.
     fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel>;
 
-    /// The GGUF architectures that it serves, and the names of their tensors.
+    /// Returns the GGUF architectures that the family reads, with the names of their tensors.
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
         &[]
     }
 
-    /// Builds a model of a GGUF file, whose tensors have their Hugging Face names in `weights`.
+    /// Builds a model of a GGUF file. The tensors have their Hugging Face names in `weights`.
     ///
     /// # Errors
-    ///
-    /// As [`import`](Self::import); [`Error::Unsupported`] for a family without GGUF files.
+    /// Fails as [`import`](Self::import) does, and with [`Error::Unsupported`] for a family without
+    /// GGUF files.
     fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let _ = weights;
         let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());

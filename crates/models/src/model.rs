@@ -1,4 +1,4 @@
-//! One type for all models.
+//! [`LanguageModel`]: one type for all models.
 
 use std::{any::Any, fmt};
 
@@ -22,33 +22,33 @@ use crate::{
     spans::{OPERATION, PASS},
 };
 
-/// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
-/// Burn [`Module`].
+/// A decoder-only language model that takes its KV cache as a parameter: a [`Decoder`] of any type,
+/// as one Burn [`Module`].
 pub struct LanguageModel {
     decoder: Box<dyn Erased>,
-    /// Weights that are no parameters.
+    /// The size of the weights that are not parameters.
     packed: PackedSize,
 }
 
-/// How large the weights are that stay packed.
+/// The size of the packed weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PackedSize {
     pub(crate) bytes: usize,
     pub(crate) numbers: usize,
-    /// Matrices with an adapter.
+    /// The number of matrices with an adapter.
     pub(crate) adapters: usize,
-    /// Bytes of each of [`WeightFormat::ALL`].
+    /// The bytes of each of [`WeightFormat::ALL`].
     pub(crate) formats: [usize; WeightFormat::ALL.len()],
 }
 
 impl PackedSize {
-    /// Adds numbers that take so many bytes in a format.
+    /// Adds a matrix of `numbers` weights that takes `bytes` in `format`.
     pub(crate) fn add(&mut self, format: WeightFormat, bytes: usize, numbers: usize) {
         self.bytes += bytes;
         self.numbers += numbers;
-        let place = WeightFormat::ALL.iter().position(|other| *other == format);
-        if let Some(place) = place {
-            self.formats[place] += bytes;
+        let index = WeightFormat::ALL.iter().position(|other| *other == format);
+        if let Some(index) = index {
+            self.formats[index] += bytes;
         }
     }
 
@@ -61,56 +61,53 @@ impl PackedSize {
 }
 
 impl LanguageModel {
-    /// The model that `decoder` computes.
+    /// Wraps a decoder.
     pub fn new(decoder: impl Decoder + Module + ModuleDisplay) -> Self {
         Self { decoder: Box::new(decoder), packed: PackedSize::default() }
     }
 
-    /// The same model, of whose weights so many stay packed.
+    /// Returns the same model with this size of packed weights.
     pub(crate) fn with_packed(self, packed: PackedSize) -> Self {
         Self { packed, ..self }
     }
 
-    /// The decoder, whatever its type.
+    /// Returns the decoder as a trait object.
     pub fn decoder(&self) -> &dyn Decoder {
         self.decoder.decoder()
     }
 
-    /// The decoder, if it is a `D`.
+    /// Returns the decoder if it is a `D`.
     pub fn downcast_ref<D: Decoder>(&self) -> Option<&D> {
         (self.decoder() as &dyn Any).downcast_ref()
     }
 
-    /// The decoder, if it is a `D`.
+    /// Returns the decoder if it is a `D`.
     ///
     /// # Errors
-    ///
-    /// The model as it was, if it is not.
-    #[allow(clippy::result_large_err, reason = "the error gives the model back")]
+    /// Returns the model unchanged if the decoder is of another type.
+    #[allow(clippy::result_large_err, reason = "the error returns the model")]
     pub fn downcast<D: Decoder>(self) -> core::result::Result<D, Self> {
         if self.downcast_ref::<D>().is_none() {
             return Err(self);
         }
         let decoder: Box<dyn Any> = self.decoder;
-        Ok(*decoder.downcast().expect("its type was just checked"))
+        Ok(*decoder.downcast().expect("the type was just checked"))
     }
 
-    /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
-    /// produced them token by token. Differentiable.
+    /// Computes the logits of a whole sequence in parallel. They equal those of a cache of `config`
+    /// that is filled token by token, and are differentiable.
     ///
     /// Rope frequencies that depend on the context length
-    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are chosen by the capacity in
-    /// `config`, as in such a cache, or by the sequence if it is longer.
+    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) follow from the capacity in
+    /// `config`, as in such a cache, or from the sequence if it is longer.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, vocab]`
     ///
     /// # Errors
-    ///
-    /// No token, more tokens than [`max_positions`](Self::max_positions), or a `config` that does
-    /// not fit the model.
+    /// Fails without a token, for more tokens than [`max_positions`](Self::max_positions), and for
+    /// a `config` that does not fit the model.
     pub fn forward(
         &self,
         ids: Tensor<2, Int>,
@@ -119,38 +116,32 @@ impl LanguageModel {
         Ok(self.head(self.hidden(ids, config)?))
     }
 
-    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each
-    /// of them.
+    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, vocab]`
     ///
     /// # Errors
-    ///
-    /// No token, a batch other than the cache's, or more tokens than the cache or the model has
-    /// room for; the cache is then as it was.
+    /// Fails without a token, for another batch than the cache's, and for more tokens than fit into
+    /// the cache or the model. The cache is then unchanged.
     pub fn step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let tokens = cache.tokens_of(ids.dims())?;
         self.logits(ids, Pass::over(cache, &tokens))
     }
 
-    /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the
-    /// first
-    /// `tokens[i]` ids are appended, the others are padding, whose logits mean nothing. A sequence with 0
-    /// tokens takes no part; ids and logits are there for it all the same.
+    /// Appends a different number of tokens to each sequence: of sequence `i` the first `tokens[i]`
+    /// ids. The other ids are padding, and their logits are meaningless. A sequence may have 0
+    /// tokens; it has a row of ids and logits nonetheless.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
-    /// - tokens: one number for each sequence, 0 to seq
+    /// - tokens: 0 to seq for each sequence
     /// - output: `[batch, seq, vocab]`
     ///
     /// # Errors
-    ///
-    /// No token, a batch other than the cache's, more tokens than ids, or more than the cache or
-    /// the model has room for in one sequence; the cache is then as it was.
+    /// Fails without a token, for another batch than the cache's, for more tokens than ids, and for
+    /// more tokens of a sequence than fit into the cache or the model. The cache is then unchanged.
     pub fn step_ragged(
         &self,
         ids: Tensor<2, Int>,
@@ -162,17 +153,15 @@ impl LanguageModel {
         self.logits(ids, Pass::Ragged { cache, tokens })
     }
 
-    /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
-    /// to a few positions at a time.
+    /// Computes [`forward`](Self::forward) up to the final norm. A caller can then apply
+    /// [`head`](Self::head) to a few positions at a time.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    ///
-    /// Those of [`forward`](Self::forward).
+    /// Fails as [`forward`](Self::forward) does.
     pub fn hidden(
         &self,
         ids: Tensor<2, Int>,
@@ -181,17 +170,15 @@ impl LanguageModel {
         self.hidden_with(ids, &config.into(), FakeQuantOptions::default(), None)
     }
 
-    /// [`hidden`](Self::hidden) with a choice of how training treats the quantizer; `observer` is
-    /// called with every layer's attention.
+    /// Computes [`hidden`](Self::hidden) with options of the quantizer in training. Calls
+    /// `observer` with every layer's attention.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    ///
-    /// Those of [`forward`](Self::forward).
+    /// Fails as [`forward`](Self::forward) does.
     pub fn hidden_with(
         &self,
         ids: Tensor<2, Int>,
@@ -205,52 +192,48 @@ impl LanguageModel {
         self.pass(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }
 
-    /// [`step`](Self::step) up to the final norm.
+    /// Computes [`step`](Self::step) up to the final norm.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    ///
-    /// Those of [`step`](Self::step).
+    /// Fails as [`step`](Self::step) does.
     pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
         let tokens = cache.tokens_of(ids.dims())?;
         self.pass(ids, Pass::over(cache, &tokens))
     }
 
-    /// Runs [`hidden_step`](Self::hidden_step) and calls `observer` with every layer's attention.
-    /// Rope is applied before the call, so that a step takes more launches.
+    /// Computes [`hidden_step`](Self::hidden_step) and calls `observer` with every layer's
+    /// attention. Rope is applied before the call, so a step takes more launches.
     ///
     /// # Shapes
-    ///
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, hidden]`
     ///
     /// # Errors
-    ///
-    /// Those of [`step`](Self::step), and [`Error::Unsupported`] for sequences of different
-    /// lengths.
+    /// Fails as [`step`](Self::step) does, and with [`Error::Unsupported`] for sequences of
+    /// different lengths.
     pub fn hidden_step_with(
         &self,
         ids: Tensor<2, Int>,
         cache: &mut ModelCache,
         observer: &mut AttentionObserver<'_>,
     ) -> Result<Tensor<3>> {
-        let tokens = cache.tokens_of(ids.dims())?;
+        cache.tokens_of(ids.dims())?;
         if !cache.is_even() {
             return Err(Error::Unsupported {
-                what: format!("looking on at sequences of {:?} tokens", cache.lens()),
-                why: format!("they must be of one length for {} more of each", tokens[0]),
+                what: format!("observing sequences of {:?} tokens", cache.lens()),
+                why: "they must have equal lengths".into(),
             });
         }
         let observer = observer as &mut AttentionObserver<'_>;
         self.pass(ids, Pass::Observed { cache, observer })
     }
 
-    /// [`step`](Self::step) for one token whose position, `[1]` i32, is on the
-    /// device; see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
+    /// Computes [`step`](Self::step) for one token whose position, `[1]` i32, is on the device; see
+    /// [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
     pub(crate) fn step_at(
         &self,
         ids: Tensor<2, Int>,
@@ -272,23 +255,22 @@ impl LanguageModel {
         Ok(self.decoder().logits(states).cast(DType::F32))
     }
 
-    /// Logits of final-normed hidden states.
+    /// Computes the logits of normalized hidden states.
     ///
     /// # Shapes
-    ///
     /// - hidden: `[batch, seq, hidden]`, in the model's [`dtype`](Self::dtype)
-    /// - output: `[batch, seq, vocab]`, f32 of values that are rounded to the model's type, as in the
+    /// - output: `[batch, seq, vocab]` in f32, with values rounded to the model's type as in the
     ///   transformers library
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
         let _span = trace_span!(target: OPERATION, "head").entered();
         self.decoder().head_weight().project(hidden).cast(DType::F32)
     }
 
-    /// An empty cache for `batch` sequences.
+    /// Allocates an empty cache for `batch` sequences.
     ///
     /// # Errors
-    ///
-    /// A `config` that does not fit the model, or a device that the cache does not support.
+    /// Fails for a `config` that does not fit the model, and on a device that the cache does not
+    /// support.
     pub fn new_cache(
         &self,
         config: impl Into<ModelCacheConfig>,
@@ -301,38 +283,38 @@ impl LanguageModel {
         ModelCache::new(&config, self.spec(), batch, device)
     }
 
-    /// The model's sizes, layer by layer.
+    /// Returns the model's sizes, layer by layer.
     pub fn spec(&self) -> &ModelSpec {
         self.decoder().spec()
     }
 
-    /// Tokens the model knows.
+    /// Returns the number of tokens in the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.spec().vocab_size
     }
 
-    /// The longest context the model was made for.
+    /// Returns the longest context that the model was made for.
     pub fn max_positions(&self) -> usize {
         self.spec().max_positions
     }
 
-    /// Transformer layers.
+    /// Returns the number of layers.
     pub fn n_layers(&self) -> usize {
         self.spec().layers.len()
     }
 
-    /// The type of its matrices, in which it computes: f32, f16 or bf16.
+    /// Returns the type in which the model computes: f32, f16 or bf16.
     pub fn dtype(&self) -> DType {
         self.decoder().head_weight().dtype()
     }
 
-    /// The [`dtype`](Self::dtype) by the name that a user gives it; [`WeightDtype::Auto`] for a
-    /// decoder whose weights have none.
+    /// Returns [`dtype`](Self::dtype) under the name that a user gives it; [`WeightDtype::Auto`]
+    /// for a type without a name.
     pub fn weight_dtype(&self) -> WeightDtype {
         WeightDtype::of(self.dtype()).unwrap_or(WeightDtype::Auto)
     }
 
-    /// Bytes of all weights, each as it is stored.
+    /// Returns the bytes of all weights as they are stored.
     pub fn weight_bytes(&self) -> usize {
         struct Count(usize);
         impl ModuleVisitor for Count {
@@ -345,7 +327,7 @@ impl LanguageModel {
         count.0 + self.packed.bytes
     }
 
-    /// Bytes of all weights by the type they are stored in: the formats of packed ones, then the
+    /// Returns the bytes of weights by stored type: the formats of packed ones, then the
     /// [type](Self::weight_dtype) of the others.
     pub fn weight_types(&self) -> Vec<(String, usize)> {
         let packed = WeightFormat::ALL.iter().zip(self.packed.formats);
@@ -355,24 +337,23 @@ impl LanguageModel {
         packed.chain([floats]).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Whether weights stay in the blocks of their file.
+    /// Returns whether weights stay in the blocks of their file.
     pub fn is_packed(&self) -> bool {
         self.packed.bytes > 0
     }
 
-    /// Numbers of all weights, those that stay packed among them, which are no parameters.
+    /// Returns the number of weights. It includes packed ones, which are not parameters.
     pub fn n_weights(&self) -> usize {
         Module::num_params(self) + self.packed.numbers
     }
 
-    /// Puts an adapter of this rank on all packed projections of the layers whose role `choose`
-    /// picks:
-    /// `W + alpha / rank * B A` (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>), of which A and B are parameters
-    /// and W is as it was. The model computes what it did until they are trained. Returns how many
-    /// there are now; [`materialize`](Module::materialize) merges them into weights that are
-    /// restored for it.
+    /// Adds LoRA adapters (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>) to the packed
+    /// projections whose role `choose` selects, and returns the number of adapters. A projection
+    /// becomes `W + alpha / rank * B A`; A and B are parameters, and W stays packed. Until they are
+    /// trained, the output is unchanged. [`materialize`](Module::materialize) merges adapters into
+    /// restored weights.
     ///
-    /// Their parameters are on `device`, the model's with or without autodiff.
+    /// The parameters are on `device`, which is the model's with or without autodiff.
     pub fn adapt(
         &mut self,
         rank: usize,
@@ -390,12 +371,12 @@ impl LanguageModel {
         adapters
     }
 
-    /// Whether packed weights have adapters.
+    /// Returns whether packed weights have adapters.
     pub(crate) fn is_adapted(&self) -> bool {
         self.packed.adapters > 0
     }
 
-    /// What every parameter is for.
+    /// Returns the role of every parameter.
     pub fn roles(&self) -> Roles {
         let mut roles = Roles::default();
         self.decoder().roles(&mut roles);
@@ -425,7 +406,7 @@ impl Clone for LanguageModel {
     }
 }
 
-/// The kind of module that visitors and mappers are told when they enter a decoder.
+/// The module type that visitors and mappers get when they enter a decoder.
 const CONTAINER: &str = "Struct:LanguageModel";
 
 impl Module for LanguageModel {

@@ -1,4 +1,4 @@
-//! The skeleton that families of decoders share: [`DecoderStack`].
+//! [`DecoderStack`]: the parts of a decoder that all families share.
 
 use std::{fmt::Debug, path::Path};
 
@@ -122,7 +122,7 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
         memory: Memory<'_>,
     ) -> Result<Tensor<3>>;
 
-    /// Tells the role of every parameter of the layer.
+    /// Adds the role of every parameter of the layer.
     fn roles(&self, roles: &mut Roles);
 
     /// Returns the projections that training can put adapters on; see [`Decoder::projections`].
@@ -179,14 +179,14 @@ pub struct DecoderStack<L: DecoderLayer> {
     config: L::Config,
 }
 
-/// Returns the name of a module, given that of its weight.
+/// Returns the name of a module, given the name of its weight.
 fn module(weight: &'static str) -> &'static str {
     weight.strip_suffix(".weight").unwrap_or(weight)
 }
 
 impl<L: DecoderLayer> DecoderStack<L> {
-    /// Builds a model of the parts that all families have; see [`positions`](Self::positions) for
-    /// the part that some have.
+    /// Builds a model from the parts that all families have; [`positions`](Self::positions) stay
+    /// empty.
     pub fn new(
         config: L::Config,
         embedding: Embedding,

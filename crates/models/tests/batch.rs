@@ -18,8 +18,8 @@ use kv_models::{
 /// Sequences of a batch.
 const BATCH: usize = 8;
 
-/// What the tiny models are tested with. A sum in another order moves a number by its last bits, and then, rarely, a
-/// code by one: a larger model has so many that some do.
+/// What the tiny models are tested with. A sum in another order moves a number by its last bits,
+/// and then, rarely, a code by one: a larger model has so many that some do.
 const CACHES: [&str; 2] = ["float", "k4v4-g16-r16-gflush"];
 
 /// Ids that differ from text to text.
@@ -46,8 +46,9 @@ fn padded(ids: &[&[u32]], device: &Device) -> Tensor<2, burn::tensor::Int> {
     ids_to_tensor(&padded, [ids.len(), seq], device)
 }
 
-/// Within 1e-5 of the largest logit; of a quantized cache within 1e-3, because products of several rows are summed in
-/// another order than those of one, and a key at the border of two codes may fall to either.
+/// Within 1e-5 of the largest logit; of a quantized cache within 1e-3, because products of several
+/// rows are summed in another order than those of one, and a key at the border of two codes may
+/// fall to either.
 #[track_caller]
 fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
     let tolerance = if name == "float" { 1e-5 } else { 1e-3 };
@@ -57,7 +58,8 @@ fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
     assert!(worst <= tolerance * largest, "{what}: off by {:e} of the largest", worst / largest);
 }
 
-/// Prompts read alone and admitted, then steps of one token for all, of some for each, of chunks for some.
+/// Prompts read alone and admitted, then steps of one token for all, of some for each, of chunks
+/// for some.
 fn each_goes_on_as_alone<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -321,7 +323,8 @@ fn sequences_of_all_layers() {
     let (again, straight) = logits.split_at(model.vocab_size());
     let largest = straight.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     let worst = again.iter().zip(straight).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    // The seven tokens saw restored values where they had seen floats, and so have other keys and values.
+    // The seven tokens saw restored values where they had seen floats, and so have other keys and
+    // values.
     assert!(worst < 0.05 * largest, "{worst} of {largest}");
 }
 
@@ -336,9 +339,9 @@ fn what_does_not_fit_is_named() {
     for (seq, tokens, message) in [
         (5, &[2, 5][..], None),
         (5, &[3, 0], Some("tokens = 3 of sequence 0: it holds 8 tokens, and capacity is 10")),
-        (5, &[1, 6], Some("tokens = 6 of sequence 1: the pass has 5")),
-        (5, &[1], Some("tokens = 1: must be for the 2 sequences of the cache")),
-        (5, &[1, 1, 1], Some("tokens = 3: must be for the 2 sequences of the cache")),
+        (5, &[1, 6], Some("tokens = 6 of sequence 1: must be at most seq 5")),
+        (5, &[1], Some("tokens = 1: the cache has 2 sequences")),
+        (5, &[1, 1, 1], Some("tokens = 3: the cache has 2 sequences")),
     ] {
         let mut cache = cache.clone();
         let result = model.step_ragged(ids(seq), tokens, &mut cache);
@@ -355,7 +358,7 @@ fn what_does_not_fit_is_named() {
     let error =
         DecodeGraph::new(&model, &mut cache, &[].into(), Draw::GREEDY, &device).unwrap_err();
     assert!(
-        error.to_string().contains("[8, 3] tokens: sequences must be of one length"),
+        error.to_string().contains("[8, 3] tokens: sequences must have equal lengths"),
         "{error}"
     );
     let options = GenerateOptions::default();

@@ -308,20 +308,20 @@ fn what_layers_with_windows_do_not_keep_is_said() {
         let note = note(model, cache).unwrap();
         assert_eq!(note, format!("{cache}: {rest}"));
     };
-    let rule = "2 of 4 layers (0,2) have a window of their own and keep no sinks";
+    let rule = "2 of 4 layers (0,2) have their own sliding window and keep no sinks";
     said("gpt-oss-tiny", "k4v4-s4", rule);
     said(
         "mistral-swa-tiny",
         "k4v4-g16-r16-w100",
-        "2 of 2 layers (0..2) have a window of their own and keep no more than that",
+        "2 of 2 layers (0..2) have their own sliding window and keep no more tokens",
     );
     assert_eq!(note("gpt-oss-tiny", "k4v4-g16-r16-w20"), None);
     assert_eq!(note("gpt-oss-tiny", "k4v4"), None);
     assert_eq!(note("llama-tiny", "k4v4-s4-w200"), None);
 }
 
-/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
-/// another model without it.
+/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and
+/// in parallel, and another model without it.
 #[test]
 fn hadamard_values_are_folded_into_the_weights() {
     let device = device();

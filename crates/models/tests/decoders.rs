@@ -99,8 +99,8 @@ const NAMES: Names = Names {
     harmless: |_| false,
 };
 
-/// Two layers of different heads, one with a scale of its own: the same logits all at once and token
-/// by token, and the caches have each layer's shape.
+/// Two layers of different heads, one with a scale of its own: the same logits all at once and
+/// token by token, and the caches have each layer's shape.
 #[test]
 fn layers_may_differ() {
     let device = device();
@@ -209,10 +209,10 @@ fn a_name_belongs_to_one_family() {
     static ITSELF: Files = Files { model_types: &["toy-4", "toy-4"], gguf: &[] };
     register(&TOY).unwrap();
     for (family, start) in [
-        (&TOY, "model_type = toy: is registered already"),
-        (&LLAMA, "model_type = mistral: is registered already"),
-        (&GGUF, "general.architecture = gpt2: is registered already"),
-        (&ITSELF, "model_type = toy-4: is registered already"),
+        (&TOY, "model_type = toy: is already registered"),
+        (&LLAMA, "model_type = mistral: is already registered"),
+        (&GGUF, "general.architecture = gpt2: is already registered"),
+        (&ITSELF, "model_type = toy-4: is already registered"),
     ] {
         let error = register(family).unwrap_err().to_string();
         assert!(error.starts_with(start) && !error.contains('\n'), "{error}");

@@ -99,8 +99,8 @@ impl LoadObserver for Plan {
     }
 }
 
-/// What the launches of a step read of weights and cache is what the plan says before the model is loaded, byte for
-/// byte: of a head that is tied to the embedding and of one that is not.
+/// What the launches of a step read of weights and cache is what the plan says before the model is
+/// loaded, byte for byte: of a head that is tied to the embedding and of one that is not.
 #[test]
 fn bytes_of_a_step_are_those_of_the_plan() {
     const TOKENS: usize = 37;
@@ -130,7 +130,8 @@ fn bytes_of_a_step_are_those_of_the_plan() {
     }
 }
 
-/// What is launched for a step of a model of this file, with weights packed, and the number of its layers.
+/// What is launched for a step of a model of this file, with weights packed, and the number of its
+/// layers.
 fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
     let _counting = COUNTING.lock();
     let wgpu = On::<Wgpu>::open().unwrap();
@@ -153,9 +154,9 @@ fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
     (counted, model.spec().layers.len())
 }
 
-/// With weights packed, norms, gates and additions are in the launches of products, of which each layer has four;
-/// rotation is in that which appends and that which attends. Ids are clamped and looked up, the final norm is in the
-/// product of the head, and the next token is picked in one.
+/// With weights packed, norms, gates and additions are in the launches of products, of which each
+/// layer has four; rotation is in that which appends and that which attends. Ids are clamped and
+/// looked up, the final norm is in the product of the head, and the next token is picked in one.
 #[test]
 fn launches_of_a_step() {
     const OF_A_LAYER: usize = 6;
@@ -171,8 +172,8 @@ fn launches_of_a_step() {
     );
 }
 
-/// However many experts there are, a layer multiplies with those that were picked in one launch for each of its three
-/// matrices.
+/// However many experts there are, a layer multiplies with those that were picked in one launch for
+/// each of its three matrices.
 #[test]
 fn launches_of_experts() {
     let (counted, layers) = launched(&fixture("mxfp4").join("model.gguf"));

@@ -72,7 +72,8 @@ fn every_layer_has_what_its_rules_say() {
         ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, transformed));
     assert_eq!(names(&transformed, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
 
-    // From which token on: the rest stays, another cache says it anew, and layers with windows keep none.
+    // From which token on: the rest stays, another cache says it anew, and layers with windows keep
+    // none.
     let started = ModelCacheConfig::from(cache("k4v4-s4-gflush"))
         .with_start(layers("1..4"), 64)
         .with_format(2, Side::Values, KvFormat::Int8)
@@ -227,8 +228,8 @@ fn rules_without_a_layer_are_not_written() {
         (Layers::last(0), "-0..: -0.. has no layer"),
         (Layers::first(0), "0..0: 0..0 has no layer"),
         (Layers::from(four..two), "4..2: 4..2 has no layer"),
-        (Layers::runs([]), "none: must be one layer at least"),
-        (ones.into_iter().collect(), "none: must be one layer at least"),
+        (Layers::runs([]), "none: must have at least one layer"),
+        (ones.into_iter().collect(), "none: must have at least one layer"),
     ] {
         assert!(!none.is_all() && !none.contains(0, 4) && !none.contains(3, 4), "{none}");
         none.to_string().parse::<Layers>().unwrap_err();
@@ -247,7 +248,7 @@ fn rules_without_a_layer_are_not_written() {
     }
     let text = ModelCacheConfig::new([]).with_cache(Layers::last(0), cache("k2v2")).to_toml();
     let error = ModelCacheConfig::from_toml(&text).unwrap_err().to_string();
-    assert!(error.contains("rules[0].layers = \"-0..\": \"-0\" is no layer"), "{error}");
+    assert!(error.contains("rules[0].layers = \"-0..\": \"-0\" is not a layer"), "{error}");
 }
 
 #[test]
@@ -280,21 +281,21 @@ fn wrong_files_name_the_rule_and_its_field() {
     for (field, value, rule) in [
         ("layers", json!("4..4"), "4..4 has no layer"),
         ("layers", json!("-2..-4"), "-2..-4 has no layer"),
-        ("layers", json!("0..2,"), "\"\" is no layer: 0 is the first, -1 the last"),
-        ("layers", json!("first"), "\"first\" is no layer"),
-        ("layers", json!("-0"), "is no layer"),
-        ("layers", json!("99999999999999999999"), "is no layer"),
-        ("layers", json!(1.5), "\"1.5\" is no layer"),
+        ("layers", json!("0..2,"), "\"\" is not a layer: 0 is the first, -1 the last"),
+        ("layers", json!("first"), "\"first\" is not a layer"),
+        ("layers", json!("-0"), "is not a layer"),
+        ("layers", json!("99999999999999999999"), "is not a layer"),
+        ("layers", json!(1.5), "\"1.5\" is not a layer"),
         ("layers", json!({}), "must be a layer, a range such as \"0..4\", or a list of these"),
         ("layers", json!([[0]]), "must be a layer, a range such as"),
-        ("layers", json!([]), "is no layer"),
+        ("layers", json!([]), "is not a layer"),
         ("format", json!(3), "expected 2, 4, 8, or 16 for float, or one of \"int8\""),
         ("format", json!("k4v4"), "expected 2, 4, 8"),
         ("side", json!("key"), "must be keys or values"),
         ("side", json!(1), "expected a string"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("hadamard", json!("yes"), "expected a boolean"),
-        ("cache", json!("k4v4"), "either a cache, which is all of it, or a format"),
+        ("cache", json!("k4v4"), "a rule can have only one of cache, format and start"),
         ("bits", json!(4), "unknown field"),
         ("start_after", json!(100), "unknown field"),
     ] {
@@ -315,7 +316,7 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("start", json!(-1), "expected usize"),
         ("start", json!("64"), "expected usize"),
         ("start", json!(1.5), "expected usize"),
-        ("side", json!("keys"), "both sides keep the same tokens in float"),
+        ("side", json!("keys"), "start applies to both sides"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("format", json!(4), "or a start"),
         ("cache", json!("k4v4"), "or a start"),
@@ -333,15 +334,15 @@ fn wrong_files_name_the_rule_and_its_field() {
         &with(json!({"cache": "k4v4", "hadamard": true})),
         &["rules[1].hadamard = true", "-hadv"],
     );
-    fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": a rule is a table of fields"]);
-    fails(&json!({"rules": []}), &["rules = []: needs one rule at least"]);
+    fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": must be a table"]);
+    fails(&json!({"rules": []}), &["rules = []: must have at least one rule"]);
     fails(&json!({"rules": {}}), &["rules = {}: ", "expected a sequence"]);
     fails(&json!({}), &["rules = missing: "]);
     fails(&json!({"name": "x"}), &["rules = missing: "]);
     for (field, value, rule) in [
         ("capacity", json!(-1), "expected usize"),
         ("name", json!("a b"), "must be 1 to 40 letters, digits"),
-        ("name", json!("k4v4"), "is the name of the cache k4v4 of all layers"),
+        ("name", json!("k4v4"), "is the name of the cache k4v4"),
         ("name", json!("float"), "is the name of the cache float"),
         ("name", json!(""), "must be 1 to 40"),
         ("group_size", json!(32), "unknown field"),
@@ -389,24 +390,27 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
         (base().with_cache(Layers::last(0), cache("k2v2")), "rules[1].layers = -0..: "),
         (
             base().with_cache(Layers::runs([]), cache("k2v2")),
-            "rules[1].layers = none: must be one layer at least",
+            "rules[1].layers = none: must have at least one layer",
         ),
         (base().with_cache(usize::MAX, cache("k2v2")), "the model has layers 0 to 3"),
         (
             base().with_cache(2, cache("k2v2-g128")),
-            "rules[1] = k2v2-g128: makes k2v2-g128 of layer 2: ",
+            "rules[1] = k2v2-g128: gives layer 2 the cache k2v2-g128: ",
         ),
         (
             base().with_cache(1, cache("k4v4-r1024")),
-            "rules[1] = k4v4-r1024: makes k4v4-r1024 of layer 1: ",
+            "rules[1] = k4v4-r1024: gives layer 1 the cache k4v4-r1024: ",
         ),
         (ModelCacheConfig::from(cache("k2v2-g128")), "group_size 128"),
         (base().with_start(4, 64), "rules[1].layers = 4: the model has layers 0 to 3"),
-        (base().with_start(2, 1 << 21), "from token 2097152 on: makes k4v4-s2097152 of layer 2: "),
+        (
+            base().with_start(2, 1 << 21),
+            "from token 2097152 on: gives layer 2 the cache k4v4-s2097152: ",
+        ),
         // Layer 1 has a window.
         (
             base().with_start(1, 64),
-            "rules[1] = layers 1: from token 64 on: all of its layers have a window of their own and keep no sinks",
+            "rules[1] = layers 1: from token 64 on: all of its layers have their own sliding window and keep no sinks",
         ),
     ] {
         let error = policy.validate(model(4)).unwrap_err().to_string();
@@ -416,14 +420,15 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
     // Of layers with windows among others it is said.
     let some = base().with_start(0..3, 64);
     some.validate(model(4)).unwrap();
-    let said = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have a window of their own and keep no sinks";
+    let said = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have their own sliding window and keep no sinks";
     assert_eq!(some.note(&model(4)).unwrap(), said);
     let none = base().with_start(1, 0);
     none.validate(model(4)).unwrap();
     assert_eq!(none.note(&model(4)), None);
 }
 
-/// Streamed and in parallel, with caches that differ by layer and side, in layers with windows and without.
+/// Streamed and in parallel, with caches that differ by layer and side, in layers with windows and
+/// without.
 #[test]
 fn streaming_with_a_mixed_policy_equals_parallel() {
     let device = device();

@@ -1,4 +1,5 @@
-//! Caches in files go on bit for bit, and those that are not of this model, cache or text are refused.
+//! Caches in files go on bit for bit, and those that are not of this model, cache or text are
+//! refused.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(clippy::print_stderr, reason = "a test that is skipped says so")]
 
@@ -19,7 +20,8 @@ use kv_models::{
 };
 use serde_json::json;
 
-/// Every kind of cache, and every kind of layer: windows, sinks, learned positions, scaled frequencies.
+/// Every kind of cache, and every kind of layer: windows, sinks, learned positions, scaled
+/// frequencies.
 const MODELS: [&str; 5] =
     ["llama-tiny", "gemma3-tiny", "gpt-oss-tiny", "gpt2-tiny", "mistral-swa-tiny"];
 const CACHES: [&str; 8] = [
@@ -33,8 +35,8 @@ const CACHES: [&str; 8] = [
     "k2v2-g16-r16",
 ];
 
-/// Saved after every number of tokens, read again, and continued beside the cache that never was in a file, token by
-/// token and with a chunk.
+/// Saved after every number of tokens, read again, and continued beside the cache that never was in
+/// a file, token by token and with a chunk.
 fn goes_on_bit_for_bit(
     on: &Device,
     models: &[&str],
@@ -105,8 +107,8 @@ fn gpu() -> Option<kv_models::kv_cubecl::On<kv_models::kv_cubecl::Wgpu>> {
     }
 }
 
-/// What one device saved is what another saves again, byte for byte, and it goes on there with the same numbers but for
-/// rounding.
+/// What one device saved is what another saves again, byte for byte, and it goes on there with the
+/// same numbers but for rounding.
 #[cfg(feature = "wgpu")]
 #[test]
 fn one_device_goes_on_from_another() {
@@ -222,7 +224,7 @@ fn what_is_not_as_it_was_is_named() {
         values.iter_mut().for_each(|value| *value *= 1.0 + 1e-6);
     });
     let tuned = load(tuned.path(), &on).unwrap().model;
-    let own = &["model = the-maker", "weights are not those of this model", "load the model that"];
+    let own = &["model = the-maker", "weights differ from this model's", "load the model that"];
     saved.refused(&tuned, saved.config, own);
     let half = LoadOptions::default().with_dtype(WeightDtype::Bf16);
     let half = load_with(tiny("llama-tiny"), &on, half).unwrap().model;
@@ -247,14 +249,14 @@ fn what_is_not_as_it_was_is_named() {
     for name in
         ["float", "k4v4-g16-r16-s3", "k4v2-g16-r16", "k4v2-g16-r16-s3-f16", "k4v2-g16-r32-s3"]
     {
-        let asked = format!("{name} is asked for; use the same --cache");
+        let asked = format!("{name} is requested; use the same --cache");
         let parts = &["layers.0.cache = k4v2-g16-r16-s3: ", &asked];
         saved.refused(&saved.model, config(name, 48), parts);
     }
     let mixed = kv_models::ModelCacheConfig::from(saved.config).with_float_layers([1]);
     let opened = SavedCache::open(saved.path()).unwrap();
     let error = opened.restore(&saved.model, mixed, &on).unwrap_err().to_string();
-    assert_contains(&error, &["layers.1.cache = k4v2-g16-r16-s3: float is asked for"]);
+    assert_contains(&error, &["layers.1.cache = k4v2-g16-r16-s3: float is requested"]);
 }
 
 /// Longrope has two sets of frequencies, and the room for tokens chooses.

@@ -1,4 +1,5 @@
-//! Files that are not what was written, or that contradict themselves, are no caches; and none is half written.
+//! Files that are not what was written, or that contradict themselves, are no caches; and none is
+//! half written.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -48,7 +49,8 @@ fn damaged_files_are_refused() {
     assert_contains(&error, &["none: not found"]);
 }
 
-/// A file of tensors as safetensors writes it, with its own checksums, so that what they do not notice is checked too.
+/// A file of tensors as safetensors writes it, with its own checksums, so that what they do not
+/// notice is checked too.
 fn forge(path: &Path, change: impl FnOnce(&mut Value, &mut Vec<Named>)) {
     let bytes = fs::read(path).unwrap();
     let n = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -171,8 +173,8 @@ fn files_that_contradict_themselves_are_refused() {
     }
 }
 
-/// Random changes of what the file says, with checksums that are right, neither panic nor give a cache that cannot be
-/// continued.
+/// Random changes of what the file says, with checksums that are right, neither panic nor give a
+/// cache that cannot be continued.
 #[test]
 fn forged_files_never_panic() {
     let saved = Saved::new("llama-tiny");
@@ -244,7 +246,7 @@ fn a_file_that_cannot_be_written_leaves_what_was_there() {
         let socket = saved.scratch.path().join("socket");
         let _bound = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let error = cache.save(&socket, &saved.model, "it", &[&tokens]).unwrap_err().to_string();
-        assert_contains(&error, &["socket", "is no regular file"]);
+        assert_contains(&error, &["socket", "is not a regular file"]);
         fs::remove_file(socket).unwrap();
     }
     let names = || {

@@ -1,4 +1,4 @@
-//! The rings of all layers.
+//! [`WorldCache`]: the frame caches of all layers.
 
 use burn::tensor::Device;
 use kv_cubecl::{CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, MemoryBytes};
@@ -6,50 +6,50 @@ use kv_cubecl::{CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, Memo
 use super::{Config, GameRft};
 use crate::{Error, Result};
 
-/// What becomes of the frame of a pass.
+/// The use of a cache in a forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
-    /// It is not stored: it is denoised further.
+    /// Reads the cache and stores nothing. The frame is denoised further.
     Peek,
-    /// It is stored as the newest frame.
+    /// Stores the frame as the newest.
     Update,
-    /// It is stored in the place of the newest frame.
+    /// Overwrites the newest frame.
     Rewrite,
 }
 
-/// The frames that a [`GameRft`] has seen, a ring for each layer: local layers have short ones.
+/// The frames that a [`GameRft`] has seen, a ring for each layer. Local layers have short rings.
 #[derive(Clone, Debug)]
 pub struct WorldCache {
     pub(super) layers: Vec<FrameCache>,
-    /// The noise level of all frames that are stored; `None` for none, and where it is not known.
+    /// The noise level of all stored frames; `None` without frames, and if it is unknown.
     level: Option<f32>,
 }
 
 impl WorldCache {
-    /// Frames ever written.
+    /// Returns the number of frames ever stored.
     pub fn written(&self) -> Frames {
         self.layers.first().map_or(Frames(0), FrameCache::written)
     }
 
-    /// The noise level that all frames were stored at, which a [`CausvidPipeline`](super::CausvidPipeline) knows of its
-    /// own; `None` for a cache without frames, and for one with frames that [`GameRft::step`] stored, unless
-    /// [`with_level`](Self::with_level) says it.
+    /// Returns the noise level of all stored frames. A [`CausvidPipeline`](super::CausvidPipeline)
+    /// sets it. Returns `None` for a cache without frames, and after [`GameRft::step`] until
+    /// [`with_level`](Self::with_level) sets it.
     pub fn level(&self) -> Option<f32> {
         self.level
     }
 
-    /// Says at which noise level, from 0 to 1, all frames were stored that [`GameRft::step`] did: the host has not seen
-    /// it.
+    /// Sets the noise level, from 0 to 1, of frames that [`GameRft::step`] stored. The host has not
+    /// read it.
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`] for another number, and a cache without frames or of a level that is known.
+    /// Fails with [`Error::Argument`] for a level out of range, for a cache without frames, and for
+    /// a known level.
     pub fn with_level(mut self, level: f32) -> Result<Self> {
         let fail = |rule: String| Err(Error::argument("level", level, rule));
         match (self.written(), self.level) {
             _ if !(0.0..=1.0).contains(&level) => fail("must be from 0 to 1".into()),
-            (Frames(0), _) => fail("the cache has no frames that it could be the level of".into()),
-            (_, Some(known)) => fail(format!("the cache's frames are known to be of {known}")),
+            (Frames(0), _) => fail("the cache has no frames".into()),
+            (_, Some(known)) => fail(format!("the cache's frames have level {known}")),
             (_, None) => {
                 self.level = Some(level);
                 Ok(self)
@@ -57,13 +57,13 @@ impl WorldCache {
         }
     }
 
-    /// Forgets the level, or learns that of the first frame: what is stored next is of a level that is not known, or
-    /// of this one, which was [checked](Self::check_level).
+    /// Sets the level of the stored frames, or forgets it. The caller has
+    /// [checked](Self::check_level) a new level.
     pub(super) fn set_level(&mut self, level: Option<f32>) {
         self.level = level;
     }
 
-    /// Checks that frames of noise level `last`, the last of `levels`, may follow those that are stored.
+    /// Checks that frames of the last of `levels` may follow the stored frames.
     pub(super) fn check_level(&self, levels: &[f32]) -> Result<()> {
         let (Frames(frames), last) = (self.written(), levels.last().copied());
         if frames == 0 || self.level == last {
@@ -71,22 +71,22 @@ impl WorldCache {
         }
         let rule = match self.level {
             Some(level) => {
-                format!("must end with {level}, at which the cache's frames were stored")
+                format!("must end with {level}, the level of the cache's frames")
             }
             None => {
-                "the cache has frames of a level that is not known: WorldCache::with_level says it"
+                "the level of the cache's frames is unknown; set it with WorldCache::with_level"
                     .into()
             }
         };
         Err(Error::argument("levels", format!("{levels:?}"), rule))
     }
 
-    /// The rings, first to last.
+    /// Returns the rings of the layers, first to last.
     pub fn layers(&self) -> &[FrameCache] {
         &self.layers
     }
 
-    /// Bytes allocated, by part.
+    /// Returns the allocated bytes by part.
     pub fn memory_bytes(&self) -> MemoryBytes {
         let mut sum = MemoryBytes::default();
         for bytes in self.layers.iter().map(FrameCache::memory_bytes) {
@@ -97,18 +97,18 @@ impl WorldCache {
         sum
     }
 
-    /// Bytes of all rings that one pass of the next frame reads.
+    /// Returns the bytes of all rings that the forward pass of the next frame reads.
     pub fn bytes_read(&self) -> usize {
         self.layers.iter().map(FrameCache::bytes_read).sum()
     }
 
-    /// Forgets all frames; the memory stays allocated.
+    /// Removes all frames and keeps the allocations.
     pub fn reset(&mut self) {
         self.layers.iter_mut().for_each(FrameCache::reset);
         self.level = None;
     }
 
-    /// Checks that it is one for a model of `config`, and that a frame of this batch can be stored so; returns the
+    /// Checks that the cache fits a model of `config` and a frame of this batch. Returns the
     /// frame's absolute position.
     pub(super) fn check(
         &self,
@@ -134,35 +134,34 @@ impl WorldCache {
         match store {
             Store::Peek | Store::Update => Ok(written),
             Store::Rewrite => written.checked_sub(1).ok_or_else(|| {
-                Error::argument("cache", "0 frames", "must hold the frame that is overwritten")
+                Error::argument("cache", "0 frames", "must hold a frame to overwrite")
             }),
         }
     }
 }
 
-/// What a layer's ring holds.
+/// Returns the shape of a layer's ring.
 fn shape(config: &Config, batch: usize) -> CacheShape {
     CacheShape::new(batch, config.n_heads, config.head_dim())
 }
 
-/// Checks that there is one for each layer.
+/// Checks that there is one item for each layer.
 pub(super) fn check_layers(field: &'static str, found: usize, config: &Config) -> Result<()> {
     match found == config.n_layers {
         true => Ok(()),
         false => {
-            let rule = format!("must be one for each of {} layers", config.n_layers);
+            let rule = format!("must be {}, one for each layer", config.n_layers);
             Err(Error::argument(field, found, rule))
         }
     }
 }
 
 impl GameRft {
-    /// An empty cache for `batch` streams, of which global layers keep `ring` frames, the one that is computed among
-    /// them, and local layers as many as they see.
+    /// Allocates an empty cache for `batch` streams. Global layers keep `ring` frames, including
+    /// the current one; local layers keep as many as they see.
     ///
     /// # Errors
-    ///
-    /// A format or a ring that breaks a rule, or that the device lacks.
+    /// Fails for a format or a ring that breaks a rule or that the device does not support.
     pub fn new_cache(
         &self,
         format: KvCacheConfig,
@@ -174,11 +173,12 @@ impl GameRft {
         self.new_cache_with(&formats, ring, Frames(0), batch, device)
     }
 
-    /// [`new_cache`](Self::new_cache) with a format for each layer, and the first frames kept as `sinks`.
+    /// Allocates a cache as [`new_cache`](Self::new_cache) does, with a format for each layer and
+    /// the first frames kept as `sinks`.
     ///
     /// # Errors
-    ///
-    /// Those of [`new_cache`](Self::new_cache), and [`Error::Argument`] for another number of formats.
+    /// Fails as [`new_cache`](Self::new_cache) does, and with [`Error::Argument`] for another
+    /// number of formats.
     pub fn new_cache_with(
         &self,
         formats: &[KvCacheConfig],
@@ -194,11 +194,10 @@ impl GameRft {
         Ok(WorldCache { layers: layers.collect::<Result<_>>()?, level: None })
     }
 
-    /// Bytes that [`new_cache_with`](Self::new_cache_with) allocates.
+    /// Returns the bytes that [`new_cache_with`](Self::new_cache_with) allocates.
     ///
     /// # Errors
-    ///
-    /// Those of [`new_cache_with`](Self::new_cache_with) that no device decides.
+    /// Fails as [`new_cache_with`](Self::new_cache_with) does, except for errors of the device.
     pub fn cache_bytes_with(
         &self,
         formats: &[KvCacheConfig],
@@ -212,7 +211,7 @@ impl GameRft {
         rings.map(|config| Ok(config.memory_bytes(shape)?.total())).sum()
     }
 
-    /// The ring of each layer.
+    /// Returns the ring of each layer.
     fn rings(
         &self,
         formats: &[KvCacheConfig],

@@ -1,4 +1,4 @@
-//! What a Gemma 3 is: its `config.json` or the metadata of its GGUF file, resolved.
+//! The configuration of Gemma 3, read from `config.json` or a GGUF file.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -15,7 +15,7 @@ use crate::{
     rope_config::{self, RopeFields},
 };
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -30,9 +30,9 @@ pub struct Config {
     pub n_heads: usize,
     /// Key and value heads.
     pub n_kv_heads: usize,
-    /// Channels of a head, which need not be those of the residual stream divided by the heads.
+    /// Channels per head. Heads times channels need not equal the width of the residual stream.
     pub head_dim: usize,
-    /// Scores are multiplied by the inverse root of it.
+    /// Attention scores are multiplied by its inverse square root.
     pub query_scalar: f64,
     /// Bound of the attention scores, if any.
     pub softcap: Option<f32>,
@@ -59,7 +59,7 @@ pub struct Config {
 /// The rope bases of the published models.
 const THETA: f64 = 1e6;
 const LOCAL_THETA: f64 = 1e4;
-/// Every how many layers one sees all tokens, where a file does not say.
+/// By default every sixth layer sees all tokens.
 const PATTERN: usize = 6;
 
 #[derive(Deserialize)]
@@ -89,8 +89,8 @@ struct Raw {
     rope_parameters: Option<RopeByKind>,
 }
 
-/// The ropes by the kind of layer. Older files have `rope_theta` and
-/// `rope_scaling` for layers that see all tokens, and `rope_local_base_freq` for the others.
+/// The ropes by the kind of layer. Older files have `rope_theta` and `rope_scaling` for layers that
+/// see all tokens, and `rope_local_base_freq` for the others.
 #[derive(Deserialize)]
 struct RopeByKind {
     full_attention: RopeFields,
@@ -117,7 +117,7 @@ impl Raw {
     }
 }
 
-/// The layers that see all tokens where every `pattern`-th one does.
+/// Returns every `pattern`-th layer; these see all tokens.
 fn every(path: &Path, field: &str, pattern: usize, n_layers: usize) -> Result<BTreeSet<usize>> {
     match pattern {
         0 => Err(Error::config(path, field, 0, "must be at least 1")),
@@ -126,7 +126,7 @@ fn every(path: &Path, field: &str, pattern: usize, n_layers: usize) -> Result<BT
 }
 
 impl Config {
-    /// Resolves `config.json`.
+    /// Reads `config.json`.
     pub(super) fn from_json(json: &ConfigJson<'_>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
         raw.check_supported(path)?;
@@ -153,7 +153,8 @@ impl Config {
             None => Ok(RopeScaling::Default),
         };
         if scaling(local.as_ref())? != RopeScaling::Default {
-            let why = format!("{} has it; layers that see all tokens may", path.display());
+            let why =
+                format!("{} has it; only layers that see all tokens support it", path.display());
             return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
         }
         let theta = |rope: Option<&RopeFields>, old: Option<f64>, default| {
@@ -183,7 +184,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
+    /// Reads the metadata of a GGUF file and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;
@@ -203,7 +204,8 @@ impl Config {
             n_heads,
             n_kv_heads: metadata.optional_size("attention.head_count_kv")?.unwrap_or(n_heads),
             head_dim,
-            // GGUF files lack it. Only the 27B model, which has 62 layers, differs.
+            // GGUF files do not contain it. Only the 27B model, which has 62 layers, differs from
+            // `head_dim`.
             query_scalar: match n_layers {
                 62 => hidden_size as f64 / n_heads as f64,
                 _ => head_dim as f64,
@@ -270,7 +272,7 @@ impl DecoderConfig for Config {
         }
         let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim);
         let layer = layer.with_options(options);
-        // A window that hides nothing is none.
+        // A window as long as the context hides nothing.
         let window = Some(self.sliding_window).filter(|&window| window < self.max_positions);
         let layers = (0..self.n_layers).map(|i| match self.full_layers.contains(&i) {
             true => layer.with_rope(Some(0)),
@@ -296,8 +298,8 @@ impl DecoderConfig for Config {
         Some((self.hidden_size as f64).sqrt())
     }
 
-    /// Returns the fields of `config.json` that `from_json` reads, in the
-    /// spelling that both old and new versions of the transformers library read.
+    /// Returns the fields of `config.json` that `from_json` reads. Both old and new versions of the
+    /// transformers library read them.
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
         let sizes = self.sizes();
         let fields = json!({

@@ -1,4 +1,4 @@
-//! Gemma 3 from tensors and to them.
+//! Imports and exports the tensors of Gemma 3.
 
 use super::{Config, Layer};
 use crate::{
@@ -34,7 +34,7 @@ pub(super) const GGUF: GgufNames = GgufNames {
     ..LLAMA_GGUF
 };
 
-/// The names of one layer's modules; projections with their numbers of rows.
+/// The names of one layer's modules, for projections with their numbers of rows.
 struct LayerNames {
     norms: [String; 6],
     qkv: Vec<(String, usize)>,

@@ -24,13 +24,13 @@ pub struct Layer {
     pub qk_norms: QkNorms,
     /// The output projection of attention.
     pub output: Linear,
-    /// Norm of what attention adds.
+    /// Norm of the output of attention.
     pub post_attention_norm: RmsNorm,
     /// Norm before the MLP.
     pub mlp_norm: RmsNorm,
     /// The MLP.
     pub mlp: GatedMlp,
-    /// Norm of what the MLP adds.
+    /// Norm of the output of the MLP.
     pub post_mlp_norm: RmsNorm,
 }
 

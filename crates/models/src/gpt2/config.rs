@@ -1,4 +1,4 @@
-//! `config.json` of GPT-2, resolved once.
+//! The configuration of GPT-2, read from `config.json`.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ pub enum Activation {
     Relu,
 }
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -34,18 +34,18 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads.
     pub n_heads: usize,
-    /// The longest context, which is the number of learned positions.
+    /// The longest context, equal to the number of learned positions.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
     /// The MLP's nonlinearity.
     pub activation: Activation,
-    /// Whether the output projection is the token embedding.
+    /// True if the output projection is the token embedding.
     pub tied_head: bool,
 }
 
 impl Config {
-    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
+    /// Checks the values that the tensors' shapes do not check; `path` is for the message.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
         let fields = [
             ("vocab_size", self.vocab_size),
@@ -60,17 +60,16 @@ impl Config {
         positive(path, "layer_norm_epsilon", self.norm_epsilon)
     }
 
-    /// Resolves `config.json`.
+    /// Reads `config.json`.
     ///
     /// # Errors
-    ///
-    /// A missing or contradictory field, or a feature this crate does not compute.
+    /// Fails for a field that is missing or contradictory, and for an unsupported feature.
     pub fn from_json(text: &str, path: &Path) -> Result<Self> {
         ConfigJson { text, path }.parse::<Raw>()?.resolve(path)
     }
 }
 
-/// Fields as the transformers library writes them.
+/// The fields that the transformers library writes.
 #[derive(Deserialize)]
 struct Raw {
     vocab_size: Option<usize>,
@@ -95,7 +94,7 @@ impl Raw {
             ("add_cross_attention", self.add_cross_attention, false),
         ] {
             if value.is_some_and(|value| value != computed) {
-                let why = format!("{} sets it, only {computed} is computed", path.display());
+                let why = format!("{} sets it; only {computed} is supported", path.display());
                 return Err(Error::unsupported(format!("{field} {}", !computed), why));
             }
         }
@@ -113,7 +112,7 @@ impl Raw {
                 "gelu" => Activation::Gelu,
                 "relu" => Activation::Relu,
                 other => {
-                    let why = format!("{} asks for {other}", path.display());
+                    let why = format!("{} has {other}", path.display());
                     return Err(Error::unsupported("activation_function", why));
                 }
             },

@@ -1,4 +1,4 @@
-//! From [`Layer`] to tensors under their Hugging Face names.
+//! Exports a [`Layer`] under the Hugging Face names.
 
 use super::{Config, Layer};
 use crate::checkpoint::Exports;

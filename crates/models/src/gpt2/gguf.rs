@@ -1,4 +1,4 @@
-//! From the metadata of a GGUF file to [`Config`].
+//! Reads [`Config`] from the metadata of a GGUF file.
 
 use super::{Activation, Config};
 use crate::{Result, checkpoint::Weights, gguf::Metadata};

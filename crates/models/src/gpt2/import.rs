@@ -1,4 +1,4 @@
-//! From tensors under their Hugging Face names to [`Layer`].
+//! Imports a [`Layer`] from the Hugging Face names.
 
 use super::{Config, Layer};
 use crate::{Result, checkpoint::Weights};

@@ -1,4 +1,4 @@
-//! What a gpt-oss is: its `config.json` or the metadata of its GGUF file, resolved.
+//! The configuration of gpt-oss, read from `config.json` or a GGUF file.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -15,7 +15,7 @@ use crate::{
     rope_config::{self, RopeFields},
 };
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -32,9 +32,9 @@ pub struct Config {
     pub n_kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
-    /// Experts of a layer.
+    /// Experts per layer.
     pub n_experts: usize,
-    /// Experts that compute a token.
+    /// Experts that compute each token.
     pub experts_per_token: usize,
     /// Bound of the values inside an expert.
     pub swiglu_limit: f64,
@@ -86,18 +86,18 @@ struct Raw {
     rope_parameters: Option<RopeFields>,
 }
 
-/// The layers that see all tokens where a file does not say: every second.
+/// Returns every second layer; by default these see all tokens.
 fn alternating(n_layers: usize) -> BTreeSet<usize> {
     (1..n_layers).step_by(2).collect()
 }
 
 impl Config {
-    /// Resolves `config.json`.
+    /// Reads `config.json`.
     pub(super) fn from_json(json: &ConfigJson<'_>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
         let act = raw.hidden_act.as_deref().unwrap_or("silu");
         if act != "silu" {
-            let why = format!("{} asks for hidden_act {act}, silu is computed", path.display());
+            let why = format!("{} has hidden_act {act}; only silu is supported", path.display());
             return Err(Error::unsupported("activation", why));
         }
         if let Some(alpha) = raw.swiglu_alpha.filter(|alpha| *alpha != ALPHA) {
@@ -107,7 +107,7 @@ impl Config {
         let n_layers = layers(path, "num_hidden_layers", n_layers)?;
         let max_positions = required(path, "max_position_embeddings", raw.max_position_embeddings)?;
         let n_heads = required(path, "num_attention_heads", raw.num_attention_heads)?;
-        // Without a rope type a file might mean YaRN, which the transformers library assumes.
+        // Without a rope type the transformers library assumes YaRN, so the file is ambiguous.
         let says = |rope: &&RopeFields| rope.rope_type.is_some();
         let new_rope = raw.rope_parameters.as_ref().filter(says);
         let old_rope = raw.rope_scaling.as_ref().filter(says);
@@ -146,7 +146,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Resolves the metadata of a GGUF file, and takes the tensors of the rope.
+    /// Reads the metadata of a GGUF file and takes the tensors of the rope.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let block_count = metadata.size("block_count")?;
@@ -158,7 +158,8 @@ impl Config {
         let mut rope_scaling =
             rope_config::from_gguf(metadata, head_dim, rope_theta, max_positions, weights)?;
         if let RopeScaling::Yarn { truncate, .. } = &mut rope_scaling {
-            // The file does not say; the models were trained so.
+            // The published models were trained without truncation, which GGUF files do not
+            // contain.
             *truncate = false;
         }
         let config = Self {
@@ -225,7 +226,7 @@ impl Config {
 impl DecoderConfig for Config {
     fn spec(&self) -> ModelSpec {
         let layer = LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim).with_rope(Some(0));
-        // A window that hides nothing is none.
+        // A window as long as the context hides nothing.
         let window = Some(self.sliding_window).filter(|&window| window < self.max_positions);
         let layers = (0..self.n_layers).map(|i| match self.full_layers.contains(&i) {
             true => layer,

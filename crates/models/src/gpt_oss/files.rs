@@ -1,4 +1,4 @@
-//! gpt-oss from tensors and to them.
+//! Imports and exports the tensors of gpt-oss.
 //!
 //! Hugging Face files store all experts of a layer in one tensor, with gate and up rows
 //! alternating: floats as `[expert, columns, rows]`, or blocks of MXFP4. GGUF files store gate and
@@ -52,7 +52,7 @@ impl Layer {
         exports.rms_norm(&name("post_attention_layernorm"), &self.mlp_norm);
         let Experts { router, experts, .. } = &self.experts;
         exports.floats(&name("mlp.router"), &router.weight, router.bias.as_ref());
-        // Gate and up rows in turn, as they are in a file.
+        // Gate and up rows alternate in files.
         let gate_up = experts.iter().map(|expert| &expert.gate_up);
         exports.experts(&name("mlp.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
         let down = experts.iter().map(|expert| &expert.down);
@@ -91,7 +91,7 @@ impl Experts {
             let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
             let up = weights.experts(&up, [n_experts, width, hidden_size])?;
             let join = |(gate, up): (ExpertRows, ExpertRows)| {
-                let why = || "is packed unlike the rows of the gate".to_string();
+                let why = || "has another format than the rows of the gate".to_string();
                 gate.then(up).ok_or_else(|| weights.flawed(&name("up_proj"), why()))
             };
             gate.into_iter().zip(up).map(join).collect::<Result<Vec<_>>>()?

@@ -1,4 +1,4 @@
-//! gpt-oss: a mixture of experts whose attention has learned sinks, and windows in some layers:
+//! gpt-oss: a mixture of experts with learned attention sinks, and sliding windows in some layers:
 //! <https://arxiv.org/abs/2508.10925>.
 
 mod config;

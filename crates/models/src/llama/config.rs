@@ -1,4 +1,4 @@
-//! What a model of the Llama family is: its `config.json`, resolved once.
+//! The configuration of the Llama family.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -11,7 +11,7 @@ use crate::{
     rope_config,
 };
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -24,24 +24,24 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads of attention, and the sliding window of the layers that have one.
     pub attention: LayerSpec,
-    /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a
-    /// window.
+    /// Layers, counted from 0, that see all tokens even if [`attention`](Self::attention) has a
+    /// sliding window.
     pub full_layers: BTreeSet<usize>,
     /// Layers without rope.
     pub layers_without_rope: BTreeSet<usize>,
-    /// Whether every head of queries and keys has a norm.
+    /// True if every head of queries and keys has a norm.
     pub qk_norms: bool,
     /// The longest context.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the QKV projection has a bias.
+    /// True if the QKV projection has a bias.
     pub qkv_bias: bool,
-    /// Whether the output projection of attention has a bias.
+    /// True if the output projection of attention has a bias.
     pub output_bias: bool,
-    /// Whether the MLP has biases.
+    /// True if the MLP has biases.
     pub mlp_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// True if the output projection is the token embedding.
     pub tied_head: bool,
     /// Channels of a head that rope covers.
     pub rotary_dim: usize,
@@ -52,21 +52,20 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks a configuration that was made in code rather than read from a file.
+    /// Checks a configuration that was made in code.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] naming the field as `config.json` spells it.
+    /// Fails with [`Error::Config`] naming the field as in `config.json`.
     pub fn validate(&self) -> Result<()> {
         self.check(Path::new("llama config"))
     }
 
-    /// Channels per head, of keys and of values.
+    /// Returns the channels per head, which are equal for keys and values.
     pub(super) fn head_dim(&self) -> usize {
         self.attention.head_dim.keys
     }
 
-    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
+    /// Checks the values that the tensors' shapes do not check; `path` is for the message.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
         let LayerSpec { n_heads, n_kv_heads, head_dim: of_sides, .. } = self.attention;
         let head_dim = self.head_dim();
@@ -87,7 +86,7 @@ impl Config {
             return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
         }
         if of_sides != head_dim.into() {
-            let rule = format!("must be head_dim {head_dim}: this family has one for both");
+            let rule = format!("must equal head_dim {head_dim} in this family");
             return Err(Error::config(path, "head_dim of values", of_sides.values, rule));
         }
         if self.attention.sliding_window == Some(0) {
@@ -111,25 +110,24 @@ impl Config {
     }
 }
 
-/// The families of the transformers library that [`Llama`](super::Llama) can be written as.
+/// The families of the transformers library that a [`Llama`](super::Llama) can be saved as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
     Llama,
     /// Llama with a sliding window in every layer.
     Mistral,
-    /// Has biases of queries, keys and values alone.
+    /// Has biases only in the projections of queries, keys and values.
     Qwen2,
     /// Has norms of queries and keys.
     Qwen3,
-    /// Llama with layers that have no rope, or a sliding window in some layers.
+    /// Llama with layers without rope, or with a sliding window in some layers.
     SmolLm3,
-    /// Has fused projections, and is the only one of these in which only a part of a head may
-    /// rotate.
+    /// Has fused projections. It is the only one in which rope can cover a part of a head.
     Phi3,
 }
 
 impl Config {
-    /// The family that this configuration can be written as, if there is one.
+    /// Returns the family that the model can be saved as, if there is one.
     pub(super) fn dialect(&self) -> Option<Dialect> {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
         let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
@@ -155,16 +153,16 @@ impl Config {
         }
     }
 
-    /// The kind of attention of every layer, as `layer_types` has it.
+    /// Returns the kind of attention of every layer, as in `layer_types`.
     fn layer_types(&self) -> Vec<&'static str> {
         let windowed =
             |i| self.attention.sliding_window.is_some() && !self.full_layers.contains(&i);
         (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
-    /// The share of a head that with_rope, as a number that gives readers exactly `rotary_dim`:
-    /// they multiply it by `head_dim` and round down, and their parser may get its last digit
-    /// wrong.
+    /// Returns the fraction of a head that rope covers. Readers multiply it by `head_dim` and round
+    /// down, and their parser may change its last digit; the fraction then still gives
+    /// `rotary_dim`.
     fn rotary_factor(&self) -> f64 {
         let head_dim = self.head_dim() as f64;
         let exact = self.rotary_dim as f64 / head_dim;
@@ -195,9 +193,8 @@ impl DecoderConfig for Config {
         self.tied_head
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
-    /// spelling that both old and new versions of the transformers library read; `path` is for the
-    /// message.
+    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads. Both old
+    /// and new versions of the transformers library read them; `path` is for the message.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();

@@ -1,4 +1,4 @@
-//! A [`Llama`] with random weights, to be trained from scratch.
+//! Initializes a [`Llama`] with random weights.
 
 use burn::tensor::Device;
 
@@ -9,17 +9,16 @@ use crate::nn::{
 };
 
 impl Llama {
-    /// A model with random weights, which depend on the device's seed.
+    /// Creates a model with random weights, which depend on the device's seed.
     ///
     /// Weights are normal with variance `1 / d_input`. This keeps the scale of activations at every
-    /// width, so that attention is not uniform at first; a fixed standard deviation of 0.02 would
-    /// do so only at a width of 2500. In the two projections per layer that write to the residual
-    /// stream, the variance is divided by `2 n_layers`, as in GPT-2. The variance of embeddings is
-    /// `1 / hidden_size`; norms are 1, biases 0.
+    /// width, so attention is not uniform at first; a fixed standard deviation of 0.02 does so only
+    /// at a width of 2500. The two projections per layer that write to the residual stream have a
+    /// variance divided by `2 n_layers`, as in GPT-2. The variance of embeddings is `1 /
+    /// hidden_size`. Norms are 1, and biases are 0.
     ///
     /// # Panics
-    ///
-    /// When [`Config::validate`] refuses `config`.
+    /// Panics when [`Config::validate`] refuses `config`.
     pub fn init(config: Config, device: &Device) -> Self {
         if let Err(error) = config.validate() {
             panic!("{error}");

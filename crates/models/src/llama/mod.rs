@@ -1,5 +1,5 @@
-//! The Llama family: Llama 2 and 3, Mistral, SmolLM, SmolLM2 and SmolLM3, Qwen2 and Qwen3, Phi-3 and
-//! Phi-4-mini. What sets them apart is in [`Config`].
+//! The Llama family: Llama 2 and 3, Mistral, SmolLM, SmolLM2 and SmolLM3, Qwen2 and Qwen3, Phi-3
+//! and Phi-4-mini. [`Config`] covers their differences.
 
 mod config;
 mod export;

@@ -1,10 +1,10 @@
-//! The names of the tensors of the Llama family.
+//! The tensor names of the Llama family.
 
 use super::Config;
 use crate::{LayerSpec, gguf::GgufNames, stack::LLAMA_GGUF};
 
-/// The names of one layer's modules; a projection is the rows of one module or of several, each with
-/// its number of rows.
+/// The names of one layer's modules. A projection has the rows of one or more modules, listed with
+/// their numbers of rows.
 pub(super) struct LayerNames {
     pub(super) attention_norm: String,
     pub(super) qkv: Vec<(String, usize)>,
@@ -16,8 +16,8 @@ pub(super) struct LayerNames {
 }
 
 impl LayerNames {
-    /// The names in layer `i`. `is_fused` is asked whether a projection is one module, as in Phi-3,
-    /// whose checkpoints have the same rows in the same order.
+    /// Returns the names of layer `i`. `is_fused` returns whether a projection is a single module,
+    /// as in Phi-3, whose checkpoints have the same rows in the same order.
     pub(super) fn new(config: &Config, i: usize, is_fused: impl Fn(&str) -> bool) -> Self {
         let LayerSpec { n_heads, n_kv_heads, .. } = config.attention;
         let head_dim = config.head_dim();
@@ -66,7 +66,7 @@ pub(super) const GGUF: GgufNames = GgufNames {
     ..LLAMA_GGUF
 };
 
-/// Phi-3 keeps its gate in the rows of `ffn_up`.
+/// Phi-3 stores its gate in the rows of `ffn_up`.
 pub(super) const GGUF_PHI3: GgufNames = GgufNames {
     inner: &[
         ("attn_norm", "input_layernorm"),

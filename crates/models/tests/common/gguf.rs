@@ -132,7 +132,8 @@ pub(crate) fn write_gguf_file(
     gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
 }
 
-/// gpt-oss has gate and up rows of its experts alternating in one transposed tensor; GGUF files have two.
+/// gpt-oss has gate and up rows of its experts alternating in one transposed tensor; GGUF files
+/// have two.
 fn expert_tensors(
     name: &str,
     shape: &[usize],

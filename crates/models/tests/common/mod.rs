@@ -63,8 +63,8 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
 }
 
-/// The real model. Tests that load it are ignored unless asked for by `--ignored smollm2`, as `scripts/check`
-/// does.
+/// The real model. Tests that load it are ignored unless asked for by `--ignored smollm2`, as
+/// `scripts/check` does.
 pub(crate) fn smollm2() -> PathBuf {
     let path = std::env::var_os("KV_SMOLLM2").map_or_else(
         || {

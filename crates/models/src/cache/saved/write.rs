@@ -1,4 +1,4 @@
-//! Writing a cache to a file.
+//! Writes a cache to a file.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -14,23 +14,18 @@ use super::{
     CHECKSUMS, KEY, SavedAs, TOKENS,
     header::{Header, Layer, Maker, RopeMark, VERSION},
 };
-use crate::{
-    Error, LanguageModel, Result,
-    files::failed,
-    save::file::{Place, TensorFile},
-};
+use crate::{Error, LanguageModel, Result, files::failed, save::file::TensorFile};
 
 impl ModelCache {
-    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on. `model` is the one that filled
-    /// it, `name` what messages call that, and `tokens` are those of each sequence.
+    /// Saves the cache; [`SavedCache`](super::SavedCache) resumes from the file. `model` filled the
+    /// cache, `name` is its name in messages, and `tokens` are the tokens of each sequence.
     ///
-    /// It has no more room than for the tokens that it holds, is written beside `path` and moved there when it is
-    /// complete.
+    /// The file has a capacity of the saved tokens. It is written beside `path` and moved there
+    /// when it is complete.
     ///
     /// # Errors
-    ///
-    /// Tokens of another number than those in the cache, a `model` with other layers, or what the system says: nothing
-    /// is left then, and what was at `path` is still there.
+    /// Fails for another number of tokens than in the cache, for a `model` with other layers, and
+    /// for system errors. A file that was at `path` is then unchanged.
     pub fn save(
         &self,
         path: impl AsRef<Path>,
@@ -42,7 +37,7 @@ impl ModelCache {
         self.write(path.as_ref(), model, &named, tokens, &[])
     }
 
-    /// [`save`](Self::save) with all that a file says of the cache.
+    /// Runs [`save`](Self::save) with names, a conversation and checkpoints.
     pub(in crate::cache) fn write(
         &self,
         path: &Path,
@@ -60,7 +55,7 @@ impl ModelCache {
         let (spec, batch) = (model.spec(), self.batch());
         let shapes = spec.layers.iter().map(|layer| layer.cache_shape(batch));
         if !self.layers.iter().map(|layer| layer.layout().shape()).eq(shapes) {
-            let rule = "its layers are not those of the cache";
+            let rule = "its layers differ from those of the cache";
             return Err(Error::argument("model", name, rule));
         }
         let n = self.len().max(1);
@@ -76,7 +71,7 @@ impl ModelCache {
             talk: talk.to_vec(),
             checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
         };
-        // Its maps have strings as keys.
+        // Serialization cannot fail, because all map keys are strings.
         let header = serde_json::to_string(&header).unwrap_or_default();
 
         let tokens: Vec<u32> = tokens.iter().flat_map(|tokens| tokens.as_ref()).copied().collect();
@@ -105,17 +100,17 @@ impl ModelCache {
             }
         }
 
-        // Of a link, what it points to is replaced.
+        // A link stays, and its target is replaced.
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
         if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "is no regular file");
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file");
             return Err(failed(path)(error));
         }
         let mut file = TensorFile::new(&target, path).with_metadata(KEY, header);
         let list = |(name, dtype, shape): &(String, Dtype, Vec<usize>)| {
             file.add(name.clone(), *dtype, shape.clone())
         };
-        let places: Vec<Place> = listed.iter().map(list).collect();
+        let places: Vec<_> = listed.iter().map(list).collect();
         let of_sums = file.add(CHECKSUMS.into(), Dtype::U32, vec![listed.len() + 1]);
         let mut file = file.begin()?;
         let mut sums = BTreeMap::new();
@@ -149,7 +144,7 @@ impl ModelCache {
     }
 }
 
-/// The type of a cache's tensor as files name it.
+/// Returns the name of a type in safetensors files.
 fn dtype_of(dtype: DType) -> Dtype {
     match dtype {
         DType::F16 => Dtype::F16,
