@@ -1,5 +1,5 @@
-//! A model that `kv-models` does not know, registered by this crate: saved, loaded, trained for a
-//! 2-bit cache, evaluated, streamed through the cache, and talking.
+//! Adds a model that `kv-models` does not know: saves, loads and trains it for a 2-bit cache,
+//! evaluates it, streams it through the cache and generates text.
 //!
 //! Usage: `own-model [OUT] [STEPS]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
@@ -28,13 +28,13 @@ fn main() -> Result<()> {
     let (out, start) = (Path::new(&out), Path::new(&out).join("start"));
     let cache: KvCacheConfig = "k2v2-r32".parse()?;
 
-    // From here on `load` knows models of this type; a name is registered once.
+    // From here on `load` knows models of this type. A name can be registered once.
     kv_models::register(&neox::Files)?;
     if let Err(error) = kv_models::register(&neox::Files) {
         println!("registered twice: {error}");
     }
 
-    // A checkpoint to start from: random weights, with the tokenizer of the repository's model.
+    // The starting checkpoint has random weights and the tokenizer of the repository's model.
     let device = On::<Autodiff<Flex>>::open()?;
     device.seed(7);
     let tokenizer = Tokenizer::from_folder(Path::new("models/austen"), &[])?;
@@ -55,7 +55,7 @@ fn main() -> Result<()> {
     let model = LanguageModel::new(neox::init(config, &device)?);
     kv_models::save(&start, &model, &tokenizer, SaveOptions::default())?;
 
-    // Loaded as any other model.
+    // It loads like any other model.
     let loaded = kv_models::load(&start, &device)?;
     let tokens = TokenFile::open(&Source::new([TEXT]), &tokenizer, &start, &out.join("tokens"))?;
     let texts = Texts { train: Arc::new(tokens), valid: None };
@@ -86,7 +86,7 @@ fn main() -> Result<()> {
         }
     }
 
-    // Token by token from a cache, and all at once.
+    // Compares logits token by token from a cache with logits in parallel.
     let text = &ids[..200];
     let mut streaming = after.new_cache(cache.with_capacity(512), 1, &plain)?;
     let mut worst = 0f32;

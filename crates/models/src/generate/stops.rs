@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_begin_a_stop_string_is_held_back() {
+    fn possible_stop_strings_are_held_back() {
         let mut stops = StopStrings::new(["<end>", "\n\n"]).unwrap();
         for (piece, passed) in
             [("a<", "a"), ("e", ""), ("x<", "<ex"), ("end", ""), ("\n", "<end"), ("b", "\nb")]
