@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde::de::DeserializeOwned;
+use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use crate::{
@@ -10,6 +10,9 @@ use crate::{
     checkpoint::Weights,
     gguf::{GgufNames, Metadata},
 };
+
+/// The fields of a `config.json`.
+pub type JsonFields = Map<String, Value>;
 
 /// The `config.json` of a Hugging Face folder.
 #[derive(Clone, Copy, Debug)]
@@ -37,14 +40,32 @@ impl ConfigJson<'_> {
         })
     }
 
+    /// Returns the fields of `config` and the names of its family, as `config.json` has them.
+    ///
+    /// # Errors
+    /// Fails for numbers that are not finite; `path` is for the message.
+    pub fn fields(
+        config: &impl Serialize,
+        path: &Path,
+        model_type: &str,
+        architecture: &str,
+    ) -> Result<JsonFields> {
+        let Ok(Value::Object(mut fields)) = serde_json::to_value(config) else {
+            return Err(Error::config(path, "config", model_type, "must have finite numbers"));
+        };
+        fields.insert("model_type".into(), model_type.into());
+        fields.insert("architectures".into(), [architecture].into());
+        Ok(fields)
+    }
+
     /// Returns the first field that `T` cannot read, its value and the reason, because serde's
     /// messages do not name the field. Messages about missing fields are ignored.
     fn wrong_field<T: DeserializeOwned>(&self) -> Option<(String, Value, String)> {
-        let why = |fields: Map<String, Value>| {
+        let why = |fields: JsonFields| {
             serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())
         };
         let missing = why(Map::new());
-        let fields: Map<String, Value> = serde_json::from_str(self.text).ok()?;
+        let fields: JsonFields = serde_json::from_str(self.text).ok()?;
         fields.into_iter().find_map(|(name, value)| {
             let wrong = why(Map::from_iter([(name.clone(), value.clone())]));
             Some((name, value, wrong.filter(|wrong| Some(wrong) != missing.as_ref())?))
@@ -82,7 +103,12 @@ pub trait Family: Sync {
     /// GGUF files.
     fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let _ = weights;
-        let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());
-        Err(Error::unsupported(format!("GGUF architecture {}", metadata.arch()), why))
+        Err(no_gguf(metadata))
     }
+}
+
+/// Returns the error of a family without GGUF files.
+pub(crate) fn no_gguf(metadata: &Metadata<'_>) -> Error {
+    let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());
+    Error::unsupported(format!("GGUF architecture {}", metadata.arch()), why)
 }

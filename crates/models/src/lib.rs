@@ -68,7 +68,7 @@ pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
-pub use family::{ConfigJson, Family};
+pub use family::{ConfigJson, Family, JsonFields};
 pub use footprint::{
     Advice, CacheBytes, Footprint, MemoryLimit, Shortage, Usage, decimal_size, most_that_fits,
 };
@@ -89,5 +89,8 @@ pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use spec::{LayerSpec, ModelSpec};
-pub use stack::{DecoderConfig, DecoderLayer, DecoderStack, FinalNorm};
+pub use stack::{
+    DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource, LayerVisitor,
+    SlidingConfig,
+};
 pub use tokenizer::Tokenizer;

@@ -2,9 +2,12 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use crate::{Error, Family, Result, gemma3, gguf::GgufNames, gpt_oss, gpt2, llama};
+use crate::{
+    Error, Family, Result, gemma3::Gemma3, gguf::GgufNames, gpt_oss::GptOss, gpt2::Gpt2,
+    llama::Llama,
+};
 
-static BUILT_IN: &[&dyn Family] = &[&gpt2::Files, &llama::Files, &gemma3::Files, &gpt_oss::Files];
+static BUILT_IN: &[&dyn Family] = &[Gpt2::FAMILY, Llama::FAMILY, Gemma3::FAMILY, GptOss::FAMILY];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
 /// Makes a family known to [`load`](crate::load()) until the program ends.

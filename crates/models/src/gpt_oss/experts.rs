@@ -5,7 +5,12 @@ use burn::{
     tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
 };
 
-use crate::nn::{ExpertStack, Linear};
+use super::Config;
+use crate::{
+    Result,
+    checkpoint::{ExpertRows, Exports, RowOrder, Weights},
+    nn::{ExpertStack, Linear},
+};
 
 /// The experts of a layer, and the router that selects some for every token.
 #[derive(Module, Debug)]
@@ -153,5 +158,56 @@ impl Experts {
             output = output.select_assign(1, tokens, y, IndexingUpdateOp::Add);
         }
         output
+    }
+}
+
+impl Experts {
+    /// Imports the experts of the MLP `layer`.
+    ///
+    /// Hugging Face files store all experts of a layer in one tensor, with gate and up rows
+    /// alternating: floats as `[expert, columns, rows]`, or blocks of MXFP4. GGUF files store gate
+    /// and up rows in two tensors, `[expert, rows, columns]`.
+    pub(super) fn import(config: &Config, layer: &str, weights: &mut Weights) -> Result<Self> {
+        let (n_experts, hidden_size) = (config.n_experts, config.shared.hidden_size);
+        let width = config.shared.intermediate_size;
+        let router = [(format!("{layer}.router"), n_experts)];
+        let router = weights.linear(&router, hidden_size, true)?;
+        let name = |part: &str| format!("{layer}.experts.{part}");
+        let gate_up = if weights.is_gguf() {
+            let [gate, up] = ["gate_proj", "up_proj"].map(name);
+            let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
+            let up = weights.experts(&up, [n_experts, width, hidden_size])?;
+            let join = |(gate, up): (ExpertRows, ExpertRows)| {
+                let why = || "has another format than the rows of the gate".to_string();
+                gate.then(up).ok_or_else(|| weights.flawed(&name("up_proj"), why()))
+            };
+            gate.into_iter().zip(up).map(join).collect::<Result<Vec<_>>>()?
+        } else {
+            let all =
+                weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
+            all.into_iter().map(ExpertRows::split).collect()
+        };
+        let (gate_up, gate_up_stack) = weights.linears_of(gate_up)?;
+        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
+        let (down, down_stack) = weights.linears_of(down)?;
+        let expert = |(gate_up, down)| Expert { gate_up, down };
+        Ok(Self {
+            router,
+            experts: gate_up.into_iter().zip(down).map(expert).collect(),
+            per_token: config.experts_per_token,
+            limit: config.swiglu_limit,
+            stacks: gate_up_stack.zip(down_stack).map(|(gate_up, down)| Stacks { gate_up, down }),
+        })
+    }
+
+    /// Exports the experts of the MLP `layer`.
+    pub(super) fn export(&self, layer: &str, exports: &mut Exports) {
+        let Self { router, experts, .. } = self;
+        exports.floats(&format!("{layer}.router"), &router.weight, router.bias.as_ref());
+        // Gate and up rows alternate in files.
+        let gate_up = experts.iter().map(|expert| &expert.gate_up);
+        exports.experts(&format!("{layer}.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
+        let down = experts.iter().map(|expert| &expert.down);
+        exports.experts(&format!("{layer}.experts.down_proj"), down, RowOrder::Same);
     }
 }

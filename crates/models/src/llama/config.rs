@@ -4,9 +4,12 @@ use std::{collections::BTreeSet, path::Path};
 
 use serde_json::{Map, Value, json};
 
+use super::{names, resolve::Raw};
 use crate::{
-    DecoderConfig, Error, LayerSpec, ModelSpec, Result,
+    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
+    checkpoint::Weights,
     fields::{FULL, SLIDING, positive, sizes},
+    gguf::{GgufNames, Metadata},
     nn::{Rope, RopeScaling},
     rope_config,
 };
@@ -64,9 +67,140 @@ impl Config {
     pub(super) fn head_dim(&self) -> usize {
         self.attention.head_dim.keys
     }
+}
 
-    /// Checks the values that the tensors' shapes do not check; `path` is for the message.
-    pub(super) fn check(&self, path: &Path) -> Result<()> {
+/// The families of the transformers library that a [`Llama`](super::Llama) can be saved as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dialect {
+    Llama,
+    /// Llama with a sliding window in every layer.
+    Mistral,
+    /// Has biases only in the projections of queries, keys and values.
+    Qwen2,
+    /// Has norms of queries and keys.
+    Qwen3,
+    /// Llama with layers without rope, or with a sliding window in some layers.
+    SmolLm3,
+    /// Has fused projections. It is the only one in which rope can cover a part of a head.
+    Phi3,
+}
+
+impl Dialect {
+    /// Returns `model_type` and the architecture.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Llama => ("llama", "LlamaForCausalLM"),
+            Self::Mistral => ("mistral", "MistralForCausalLM"),
+            Self::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Self::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            Self::SmolLm3 => ("smollm3", "SmolLM3ForCausalLM"),
+            Self::Phi3 => ("phi3", "Phi3ForCausalLM"),
+        }
+    }
+}
+
+impl Config {
+    /// Returns the family that the model can be saved as, if there is one.
+    pub(super) fn dialect(&self) -> Option<Dialect> {
+        let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
+        let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
+        let plain = biases == (false, false, false);
+        let all_rope = self.layers_without_rope.is_empty();
+        let windowed = self.attention.sliding_window.is_some();
+        if self.rotary_dim < head_dim {
+            let known =
+                matches!(self.rope_scaling, RopeScaling::Default | RopeScaling::LongRope { .. });
+            let alike = all_rope && self.full_layers.is_empty() && !self.qk_norms;
+            let fits = n_heads * head_dim == self.hidden_size;
+            return (known && alike && fits && plain).then_some(Dialect::Phi3);
+        }
+        match biases {
+            (qkv, output, mlp) if self.qk_norms => {
+                (qkv == output && !mlp && all_rope).then_some(Dialect::Qwen3)
+            }
+            (qkv, output, _) if qkv == output && all_rope && !windowed => Some(Dialect::Llama),
+            _ if plain && all_rope && self.full_layers.is_empty() => Some(Dialect::Mistral),
+            (qkv, output, _) if qkv == output => Some(Dialect::SmolLm3),
+            (true, false, false) if all_rope => Some(Dialect::Qwen2),
+            _ => None,
+        }
+    }
+
+    /// Returns the kind of attention of every layer, as in `layer_types`.
+    fn layer_types(&self) -> Vec<&'static str> {
+        let windowed =
+            |i| self.attention.sliding_window.is_some() && !self.full_layers.contains(&i);
+        (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
+    }
+
+    /// Returns the fields of `config.json` that not all dialects have.
+    fn fields_of(&self, dialect: Dialect) -> Vec<(&'static str, Value)> {
+        let mut fields = vec![];
+        if dialect != Dialect::Phi3 {
+            fields.push(("head_dim", json!(self.head_dim())));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::Qwen3 | Dialect::SmolLm3) {
+            fields.push(("attention_bias", json!(self.qkv_bias)));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
+            fields.push(("mlp_bias", json!(self.mlp_bias)));
+        }
+        let window = self.attention.sliding_window;
+        if dialect != Dialect::Llama {
+            fields.push(("sliding_window", json!(window)));
+        }
+        if matches!(dialect, Dialect::Qwen2 | Dialect::Qwen3 | Dialect::SmolLm3) {
+            fields.push(("use_sliding_window", json!(window.is_some())));
+            fields.push(("layer_types", json!(self.layer_types())));
+        }
+        if dialect == Dialect::SmolLm3 {
+            // 1 for a layer with rope.
+            let with_rope = |i| u8::from(!self.layers_without_rope.contains(&i));
+            let with_rope: Vec<_> = (0..self.n_layers).map(with_rope).collect();
+            fields.push(("no_rope_layers", json!(with_rope)));
+        }
+        if dialect == Dialect::Phi3 {
+            fields.push(("partial_rotary_factor", json!(self.rotary_factor())));
+            if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
+                let field = "original_max_position_embeddings";
+                fields.push((field, json!(original_max_positions)));
+            }
+        }
+        fields
+    }
+
+    /// Returns the fraction of a head that rope covers. Readers multiply it by `head_dim` and round
+    /// down, and their parser may change its last digit; the fraction then still gives
+    /// `rotary_dim`.
+    fn rotary_factor(&self) -> f64 {
+        let head_dim = self.head_dim() as f64;
+        let exact = self.rotary_dim as f64 / head_dim;
+        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
+        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
+        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
+    }
+}
+
+impl DecoderConfig for Config {
+    const MODEL_TYPES: &'static [&'static str] =
+        &["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[
+        ("llama", names::GGUF),
+        ("phi3", names::GGUF_PHI3),
+        ("qwen2", names::GGUF),
+        ("qwen3", names::GGUF),
+        ("smollm3", names::GGUF),
+    ];
+
+    fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
+        json.parse::<Raw>()?.resolve(json.path, notes)
+    }
+
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        Self::from_gguf(metadata, weights)
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
         let LayerSpec { n_heads, n_kv_heads, head_dim: of_sides, .. } = self.attention;
         let head_dim = self.head_dim();
         let fields = [
@@ -108,71 +242,7 @@ impl Config {
         positive(path, "rms_norm_eps", self.norm_epsilon)?;
         rope_config::check(path, &self.rope_scaling, self.rotary_dim)
     }
-}
 
-/// The families of the transformers library that a [`Llama`](super::Llama) can be saved as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Dialect {
-    Llama,
-    /// Llama with a sliding window in every layer.
-    Mistral,
-    /// Has biases only in the projections of queries, keys and values.
-    Qwen2,
-    /// Has norms of queries and keys.
-    Qwen3,
-    /// Llama with layers without rope, or with a sliding window in some layers.
-    SmolLm3,
-    /// Has fused projections. It is the only one in which rope can cover a part of a head.
-    Phi3,
-}
-
-impl Config {
-    /// Returns the family that the model can be saved as, if there is one.
-    pub(super) fn dialect(&self) -> Option<Dialect> {
-        let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
-        let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
-        let plain = biases == (false, false, false);
-        let all_rope = self.layers_without_rope.is_empty();
-        let windowed = self.attention.sliding_window.is_some();
-        if self.rotary_dim < head_dim {
-            let known =
-                matches!(self.rope_scaling, RopeScaling::Default | RopeScaling::LongRope { .. });
-            let alike = all_rope && self.full_layers.is_empty() && !self.qk_norms;
-            let fits = n_heads * head_dim == self.hidden_size;
-            return (known && alike && fits && plain).then_some(Dialect::Phi3);
-        }
-        match biases {
-            (qkv, output, mlp) if self.qk_norms => {
-                (qkv == output && !mlp && all_rope).then_some(Dialect::Qwen3)
-            }
-            (qkv, output, _) if qkv == output && all_rope && !windowed => Some(Dialect::Llama),
-            _ if plain && all_rope && self.full_layers.is_empty() => Some(Dialect::Mistral),
-            (qkv, output, _) if qkv == output => Some(Dialect::SmolLm3),
-            (true, false, false) if all_rope => Some(Dialect::Qwen2),
-            _ => None,
-        }
-    }
-
-    /// Returns the kind of attention of every layer, as in `layer_types`.
-    fn layer_types(&self) -> Vec<&'static str> {
-        let windowed =
-            |i| self.attention.sliding_window.is_some() && !self.full_layers.contains(&i);
-        (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
-    }
-
-    /// Returns the fraction of a head that rope covers. Readers multiply it by `head_dim` and round
-    /// down, and their parser may change its last digit; the fraction then still gives
-    /// `rotary_dim`.
-    fn rotary_factor(&self) -> f64 {
-        let head_dim = self.head_dim() as f64;
-        let exact = self.rotary_dim as f64 / head_dim;
-        let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
-        let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
-        if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
-    }
-}
-
-impl DecoderConfig for Config {
     fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
         let layer = |i: usize| {
@@ -193,81 +263,42 @@ impl DecoderConfig for Config {
         self.tied_head
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads. Both old
-    /// and new versions of the transformers library read them; `path` is for the message.
+    /// Returns the fields that [`read`](Self::read) reads. Both old and new versions of the
+    /// transformers library read them.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
-        let head_dim = self.head_dim();
-        let unsupported = |what: &str| {
-            let why = format!("{}: no Hugging Face family has it", path.display());
-            Error::unsupported(format!("{what} in a saved model"), why)
-        };
         let Some(dialect) = self.dialect() else {
-            return Err(unsupported(&format!(
+            let what = format!(
                 "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of \
-                 head_dim {head_dim}",
-                self.qkv_bias, self.output_bias, self.mlp_bias, self.rotary_dim,
-            )));
+                 head_dim {} in a saved model",
+                self.qkv_bias,
+                self.output_bias,
+                self.mlp_bias,
+                self.rotary_dim,
+                self.head_dim(),
+            );
+            let why = format!("{}: no Hugging Face family has it", path.display());
+            return Err(Error::unsupported(what, why));
         };
-        let rope_scaling = rope_config::to_json(&self.rope_scaling, self.max_positions);
-        let (model_type, architecture) = match dialect {
-            Dialect::Llama => ("llama", "LlamaForCausalLM"),
-            Dialect::Mistral => ("mistral", "MistralForCausalLM"),
-            Dialect::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
-            Dialect::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
-            Dialect::SmolLm3 => ("smollm3", "SmolLM3ForCausalLM"),
-            Dialect::Phi3 => ("phi3", "Phi3ForCausalLM"),
-        };
-        let mut fields = Map::new();
-        let mut put = |key: &str, value: Value| fields.insert(key.into(), value);
-        put("architectures", json!([architecture]));
-        put("model_type", json!(model_type));
-        put("vocab_size", json!(self.vocab_size));
-        put("hidden_size", json!(self.hidden_size));
-        put("intermediate_size", json!(self.intermediate_size));
-        put("num_hidden_layers", json!(self.n_layers));
-        put("num_attention_heads", json!(n_heads));
-        put("num_key_value_heads", json!(n_kv_heads));
-        put("max_position_embeddings", json!(self.max_positions));
-        put("rms_norm_eps", json!(self.norm_epsilon));
-        put("hidden_act", json!("silu"));
-        put("tie_word_embeddings", json!(self.tied_head));
-        put("rope_theta", json!(self.rope_theta));
-        put("rope_scaling", rope_scaling);
-        if dialect != Dialect::Phi3 {
-            put("head_dim", json!(head_dim));
-        }
-        if matches!(dialect, Dialect::Llama | Dialect::Qwen3 | Dialect::SmolLm3) {
-            put("attention_bias", json!(self.qkv_bias));
-        }
-        if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
-            put("mlp_bias", json!(self.mlp_bias));
-        }
-        let window = self.attention.sliding_window;
-        match dialect {
-            Dialect::Llama => {}
-            Dialect::Mistral => {
-                put("sliding_window", json!(window));
-            }
-            Dialect::Qwen2 | Dialect::Qwen3 | Dialect::SmolLm3 => {
-                put("use_sliding_window", json!(window.is_some()));
-                put("sliding_window", json!(window));
-                put("layer_types", json!(self.layer_types()));
-                if dialect == Dialect::SmolLm3 {
-                    // 1 for a layer with rope.
-                    let with_rope = |i| u8::from(!self.layers_without_rope.contains(&i));
-                    let with_rope: Vec<_> = (0..self.n_layers).map(with_rope).collect();
-                    put("no_rope_layers", json!(with_rope));
-                }
-            }
-            Dialect::Phi3 => {
-                put("sliding_window", json!(window));
-                put("partial_rotary_factor", json!(self.rotary_factor()));
-                if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
-                    put("original_max_position_embeddings", json!(original_max_positions));
-                }
-            }
-        }
-        Ok(fields)
+        let (model_type, architecture) = dialect.names();
+        let fields = json!({
+            "architectures": [architecture],
+            "model_type": model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.attention.n_heads,
+            "num_key_value_heads": self.attention.n_kv_heads,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_epsilon,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied_head,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": rope_config::to_json(&self.rope_scaling, self.max_positions),
+        });
+        let of_dialect = self.fields_of(dialect).into_iter();
+        let of_dialect = of_dialect.map(|(field, value)| (field.to_string(), value));
+        let Value::Object(fields) = fields else { return Ok(of_dialect.collect()) };
+        Ok(fields.into_iter().chain(of_dialect).collect())
     }
 }

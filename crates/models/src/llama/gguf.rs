@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::Config;
-use crate::{LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config};
+use crate::{
+    DecoderConfig, LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config,
+};
 
 /// Every fourth layer of SmolLM3 has no rope, which its GGUF files do not contain.
 const SMOLLM3_INTERVAL: usize = 4;
@@ -65,12 +67,15 @@ impl Config {
         };
         config.check(path)?;
         rope_config::note_longrope(path, &config.rope_scaling, context_length, weights.notes());
+        if matches!(metadata.arch(), "llama" | "smollm3") {
+            config.interleaved(weights);
+        }
         Ok(config)
     }
 
     /// Marks queries and keys as stored for interleaved rope, as in GGUF files of architecture
     /// `llama`. This crate applies rope to halves.
-    pub(super) fn interleaved(&self, weights: &mut Weights) {
+    fn interleaved(&self, weights: &mut Weights) {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();
         for i in 0..self.n_layers {

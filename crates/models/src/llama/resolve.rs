@@ -6,30 +6,15 @@ use serde::Deserialize;
 
 use super::Config;
 use crate::{
-    ConfigJson, Error, LayerSpec, Result,
+    DecoderConfig, Error, LayerSpec, Result,
     fields::{self, SLIDING, full_layers, required},
     nn::RopeScaling,
     rope_config::{self, RopeFields},
 };
 
-impl Config {
-    /// Reads `config.json`.
-    ///
-    /// # Errors
-    /// Fails for a field that is missing or contradictory, and for an unsupported feature.
-    pub fn from_json(text: &str, path: &Path) -> Result<Self> {
-        Self::resolve(text, path, &mut vec![])
-    }
-
-    /// Reads `config.json` and adds to `notes` for the user.
-    pub(super) fn resolve(text: &str, path: &Path, notes: &mut Vec<String>) -> Result<Self> {
-        ConfigJson { text, path }.parse::<Raw>()?.resolve(path, notes)
-    }
-}
-
 /// The fields that old and new versions of the transformers library write.
 #[derive(Deserialize)]
-struct Raw {
+pub(super) struct Raw {
     model_type: String,
     vocab_size: Option<usize>,
     hidden_size: Option<usize>,
@@ -59,7 +44,8 @@ struct Raw {
 }
 
 impl Raw {
-    fn resolve(self, path: &Path, notes: &mut Vec<String>) -> Result<Config> {
+    /// Returns the configuration, and adds to `notes` for the user.
+    pub(super) fn resolve(self, path: &Path, notes: &mut Vec<String>) -> Result<Config> {
         let family = self.model_type.as_str();
         let hidden_size = required(path, "hidden_size", self.hidden_size)?;
         let n_heads = required(path, "num_attention_heads", self.num_attention_heads)?;
