@@ -71,7 +71,6 @@ fn main() -> Result<()> {
     let worst = model.streaming_difference(&ids[..200], cache, &plain)?;
     println!("token by token against parallel: largest difference of a logit {worst:.0e}");
     ensure!(worst < 1e-3, "streaming and parallel disagree");
-
     let options = GenerateOptions { max_tokens: 40, ..GenerateOptions::default() };
     let prompt = "She was ";
     let mut streaming = model.new_cache(cache.with_capacity(512), 1, &plain)?;

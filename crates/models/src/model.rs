@@ -13,7 +13,7 @@ use burn::{
 use kv_weights::WeightFormat;
 
 pub(crate) use self::packed::PackedSize;
-use crate::{Decoder, ModelSpec, Result, Role, Roles, WeightDtype, erased::Erased};
+use crate::{Decoder, ModelSpec, Role, Roles, WeightDtype, erased::Erased};
 
 /// A decoder-only language model that takes its KV cache as a parameter: a [`Decoder`] of any type,
 /// as one Burn [`Module`].

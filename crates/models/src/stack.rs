@@ -82,6 +82,7 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
 }
 
 /// The inputs of a layer besides the hidden states.
+#[derive(Debug)]
 pub struct LayerContext<'a> {
     /// The rope of the new tokens; `None` for a layer without rope.
     pub rope: Option<&'a RopeRows>,

@@ -1,6 +1,6 @@
 //! [`PromptCache`]: a cache that reuses the longest common prefix of successive prompts.
 
-use std::{iter, ops::Range, path::Path};
+use std::{iter, ops::Range};
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_cubecl::{
@@ -9,7 +9,7 @@ use kv_cubecl::{
 };
 use tracing::trace_span;
 
-use super::{ModelCache, SavedAs, check_context};
+use super::{ModelCache, check_context};
 use crate::{
     Error, GenerateOptions, Generated, LanguageModel, Result,
     generate::{decode, finish, ids_to_tensor, last_logits},
@@ -52,10 +52,10 @@ impl Checkpoints {
 /// a checkpoint gives the same logits as a cache that was never longer.
 #[derive(Clone, Debug)]
 pub struct PromptCache {
-    cache: ModelCache,
-    tokens: Vec<u32>,
+    pub(super) cache: ModelCache,
+    pub(super) tokens: Vec<u32>,
     /// Sorted by length.
-    checkpoints: Vec<Checkpoint>,
+    pub(super) checkpoints: Vec<Checkpoint>,
     taken: Checkpoints,
 }
 
@@ -207,22 +207,6 @@ impl PromptCache {
         // The last token is never appended to the cache.
         self.tokens.truncate(self.cache.len());
         generated
-    }
-
-    /// Saves the cache and its checkpoints; [`SavedCache`](super::SavedCache) resumes from the
-    /// file.
-    ///
-    /// # Errors
-    /// Fails as [`ModelCache::save`] does.
-    pub fn save(
-        &self,
-        path: impl AsRef<Path>,
-        model: &LanguageModel,
-        named: &SavedAs<'_>,
-    ) -> Result<()> {
-        // A checkpoint at the end equals the cache.
-        let n = self.checkpoints.partition_point(|checkpoint| checkpoint.len < self.tokens.len());
-        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints[..n])
     }
 
     /// Returns the lengths at which a prompt of `len` tokens gets a checkpoint.

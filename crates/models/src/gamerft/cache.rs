@@ -1,9 +1,8 @@
 //! [`WorldCache`]: the frame caches of all layers.
 
-use burn::tensor::Device;
-use kv_cubecl::{CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, MemoryBytes};
+use kv_cubecl::{CacheShape, FrameCache, Frames, MemoryBytes};
 
-use super::{Config, GameRft};
+use super::Config;
 use crate::{Error, Result};
 
 /// The use of a cache in a forward pass.
@@ -17,7 +16,8 @@ pub enum Store {
     Rewrite,
 }
 
-/// The frames that a [`GameRft`] has seen, a ring for each layer. Local layers have short rings.
+/// The frames that a [`GameRft`](super::GameRft) has seen, a ring for each layer. Local layers have
+/// short rings.
 #[derive(Clone, Debug)]
 pub struct WorldCache {
     pub(super) layers: Vec<FrameCache>,
@@ -26,20 +26,24 @@ pub struct WorldCache {
 }
 
 impl WorldCache {
+    pub(super) fn new(layers: Vec<FrameCache>) -> Self {
+        Self { layers, level: None }
+    }
+
     /// Returns the number of frames ever stored.
     pub fn written(&self) -> Frames {
         self.layers.first().map_or(Frames(0), FrameCache::written)
     }
 
     /// Returns the noise level of all stored frames. A [`CausvidPipeline`](super::CausvidPipeline)
-    /// sets it. Returns `None` for a cache without frames, and after [`GameRft::step`] until
-    /// [`with_level`](Self::with_level) sets it.
+    /// sets it. Returns `None` for a cache without frames, and after
+    /// [`GameRft::step`](super::GameRft::step) until [`with_level`](Self::with_level) sets it.
     pub fn level(&self) -> Option<f32> {
         self.level
     }
 
-    /// Sets the noise level, from 0 to 1, of frames that [`GameRft::step`] stored. The host has not
-    /// read it.
+    /// Sets the noise level, from 0 to 1, of frames that [`GameRft::step`](super::GameRft::step)
+    /// stored. The host has not read it.
     ///
     /// # Errors
     /// Fails with [`Error::Argument`] for a level out of range, for a cache without frames, and for
@@ -141,7 +145,7 @@ impl WorldCache {
 }
 
 /// Returns the shape of a layer's ring.
-fn shape(config: &Config, batch: usize) -> CacheShape {
+pub(super) fn shape(config: &Config, batch: usize) -> CacheShape {
     CacheShape::new(batch, config.n_heads, config.head_dim())
 }
 
@@ -153,75 +157,5 @@ pub(super) fn check_layers(field: &'static str, found: usize, config: &Config) -
             let rule = format!("must be {}, one for each layer", config.n_layers);
             Err(Error::argument(field, found, rule))
         }
-    }
-}
-
-impl GameRft {
-    /// Allocates an empty cache for `batch` streams. Global layers keep `ring` frames, including
-    /// the current one; local layers keep as many as they see.
-    ///
-    /// # Errors
-    /// Fails for a format or a ring that breaks a rule or that the device does not support.
-    pub fn new_cache(
-        &self,
-        format: KvCacheConfig,
-        ring: Frames,
-        batch: usize,
-        device: &Device,
-    ) -> Result<WorldCache> {
-        let formats = vec![format; self.config.n_layers];
-        self.new_cache_with(&formats, ring, Frames(0), batch, device)
-    }
-
-    /// Allocates a cache as [`new_cache`](Self::new_cache) does, with a format for each layer and
-    /// the first frames kept as `sinks`.
-    ///
-    /// # Errors
-    /// Fails as [`new_cache`](Self::new_cache) does, and with [`Error::Argument`] for another
-    /// number of formats.
-    pub fn new_cache_with(
-        &self,
-        formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
-        batch: usize,
-        device: &Device,
-    ) -> Result<WorldCache> {
-        check_layers("formats", formats.len(), &self.config)?;
-        let shape = shape(&self.config, batch);
-        let rings = self.rings(formats, ring, sinks);
-        let layers = rings.map(|config| Ok(FrameCache::new(&config, shape, device)?));
-        Ok(WorldCache { layers: layers.collect::<Result<_>>()?, level: None })
-    }
-
-    /// Returns the bytes that [`new_cache_with`](Self::new_cache_with) allocates.
-    ///
-    /// # Errors
-    /// Fails as [`new_cache_with`](Self::new_cache_with) does, except for errors of the device.
-    pub fn cache_bytes_with(
-        &self,
-        formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
-        batch: usize,
-    ) -> Result<usize> {
-        check_layers("formats", formats.len(), &self.config)?;
-        let shape = shape(&self.config, batch);
-        let rings = self.rings(formats, ring, sinks);
-        rings.map(|config| Ok(config.memory_bytes(shape)?.total())).sum()
-    }
-
-    /// Returns the ring of each layer.
-    fn rings(
-        &self,
-        formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
-    ) -> impl Iterator<Item = FrameConfig> {
-        let config = &self.config;
-        formats.iter().enumerate().map(move |(i, &format)| {
-            let window = config.window(i, ring);
-            FrameConfig::new(format, config.tokens_per_frame(), window).with_sinks(sinks)
-        })
     }
 }

@@ -33,6 +33,7 @@ mod embed;
 mod files;
 mod init;
 mod model;
+mod new_cache;
 mod pipeline;
 mod rope;
 

@@ -6,7 +6,7 @@ use kv_cubecl::AttentionOptions;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::names::GGUF;
+use super::names;
 use crate::{
     ConfigJson, DecoderConfig, Error, ModelSpec, Result, SlidingConfig,
     checkpoint::Weights,
@@ -84,7 +84,7 @@ impl Raw {
 
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] = &["gemma3_text"];
-    const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma3", GGUF)];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma3", names::GGUF)];
 
     fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);

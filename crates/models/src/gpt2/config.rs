@@ -29,6 +29,8 @@ pub enum Activation {
 pub struct Config {
     /// Tokens in the vocabulary.
     pub vocab_size: usize,
+    /// The longest context, equal to the number of learned positions.
+    pub max_positions: usize,
     /// Width of the residual stream, `n_embd`.
     pub hidden_size: usize,
     /// Width of the MLP, `n_inner`.
@@ -37,8 +39,6 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads of queries, of keys and of values.
     pub n_heads: usize,
-    /// The longest context, equal to the number of learned positions.
-    pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
     /// The MLP's nonlinearity.

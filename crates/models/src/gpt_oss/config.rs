@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{experts::ALPHA, names::GGUF};
+use super::names::GGUF;
 use crate::{
     ConfigJson, DecoderConfig, Error, ModelSpec, Result, SlidingConfig,
     checkpoint::Weights,
@@ -13,7 +13,7 @@ use crate::{
     gguf::{GgufNames, Metadata},
     nn::RopeScaling,
     rope_config::RopeFields,
-    stack::Defaults,
+    stack,
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -30,7 +30,7 @@ pub struct Config {
 }
 
 /// The published models. Every second layer sees all tokens.
-const DEFAULTS: Defaults = Defaults {
+const DEFAULTS: stack::Defaults = stack::Defaults {
     pattern: 2,
     reads_pattern: false,
     norm_epsilon: 1e-5,
@@ -39,6 +39,8 @@ const DEFAULTS: Defaults = Defaults {
     rope_theta: 150_000.0,
 };
 const LIMIT: f64 = 7.0;
+/// The factor in the gate's sigmoid: `x * sigmoid(1.702 x)` approximates GELU.
+pub(super) const ALPHA: f64 = 1.702;
 
 #[derive(Deserialize)]
 struct Raw {

@@ -5,7 +5,7 @@ use burn::{
     tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
 };
 
-use super::Config;
+use super::config::{ALPHA, Config};
 use crate::{
     Result,
     checkpoint::{ExpertRows, Exports, RowOrder, Weights},
@@ -46,9 +46,6 @@ pub struct Expert {
     /// The output projection, `[hidden, intermediate]`.
     pub down: Linear,
 }
-
-/// The factor in the gate's sigmoid: `x * sigmoid(1.702 x)` approximates GELU.
-pub(super) const ALPHA: f64 = 1.702;
 
 impl Expert {
     fn forward(&self, x: Tensor<3>, limit: f64) -> Tensor<3> {

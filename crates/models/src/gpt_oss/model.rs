@@ -18,15 +18,15 @@ pub type GptOss = DecoderStack<Layer>;
 /// One layer of [`GptOss`].
 #[derive(Module, Debug)]
 pub struct Layer {
-    /// Norm before attention.
+    /// Norm of the input of attention.
     pub attention_norm: RmsNorm,
-    /// Query, key and value rows in one matrix.
+    /// Query, key and value rows in one matrix, usually with a bias.
     pub qkv: Linear,
     /// The learned sink of every query head, `[n_heads]`.
     pub sink_logits: Param<Tensor<1>>,
     /// The output projection of attention.
     pub output: Linear,
-    /// Norm before the MLP.
+    /// Norm of the input of the MLP.
     pub mlp_norm: RmsNorm,
     /// The MLP.
     pub experts: Experts,

@@ -1,7 +1,8 @@
-//! The Llama family: Llama 2 and 3, Mistral, SmolLM, SmolLM2 and SmolLM3, Qwen2 and Qwen3, Phi-3 and
-//! Phi-4-mini. [`Config`] covers their differences.
+//! The Llama family: Llama 2 and 3, Mistral, SmolLM, SmolLM2 and SmolLM3, Qwen2 and Qwen3, Phi-3
+//! and Phi-4-mini. [`Config`] covers their differences.
 
 mod config;
+mod decoder;
 mod gguf;
 mod model;
 mod names;

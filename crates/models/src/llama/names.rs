@@ -7,8 +7,8 @@ use crate::{LayerSpec, gguf::GgufNames, stack::LLAMA_GGUF};
 pub(super) type Parts = Vec<(&'static str, usize)>;
 
 /// Returns the query, key and value projection, then the gate and up projection. `is_fused` returns
-/// whether a projection is a single module, as in Phi-3, whose checkpoints have the same rows in the
-/// same order.
+/// whether a projection is a single module, as in Phi-3, whose checkpoints have the same rows in
+/// the same order.
 pub(super) fn fused(config: &Config, is_fused: impl Fn(&str) -> bool) -> [Parts; 2] {
     let LayerSpec { n_heads, n_kv_heads, .. } = config.attention;
     let (head_dim, wide) = (config.head_dim(), config.intermediate_size);
