@@ -1,5 +1,5 @@
-//! A model that `kv-models` does not know, registered by this crate: saved, loaded, trained for a
-//! 2-bit cache, evaluated, streamed through the cache, and talking.
+//! Adds a model that `burn-kv` does not know: saves, loads and trains it for a 2-bit cache,
+//! evaluates it, streams it through the cache and generates text.
 //!
 //! Usage: `own-model [OUT] [STEPS]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "programs print")]
@@ -9,13 +9,11 @@ mod neox;
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Result, ensure};
-use kv_cubecl::{Autodiff, Flex, KvCacheConfig, On};
-use kv_eval::{Mode, Plan, evaluate};
-use kv_models::{GenerateOptions, LanguageModel, SaveOptions, Tokenizer, generate, ids_to_tensor};
-use kv_train::{
-    QatConfig, Run, Schedule, Texts, TrainConfig,
-    data::{Source, TokenFile},
-    train,
+use burn_kv::{
+    eval::{Mode, Plan, evaluate},
+    models::{generate, load, register, save},
+    prelude::*,
+    train::train,
 };
 
 const TEXT: &str = "models/austen/northanger_abbey.txt";
@@ -28,35 +26,20 @@ fn main() -> Result<()> {
     let (out, start) = (Path::new(&out), Path::new(&out).join("start"));
     let cache: KvCacheConfig = "k2v2-r32".parse()?;
 
-    // From here on `load` knows models of this type; a name is registered once.
-    kv_models::register(&neox::Files)?;
-    if let Err(error) = kv_models::register(&neox::Files) {
+    // From here on `load` knows models of this type. A name can be registered once.
+    register(neox::NeoX::FAMILY)?;
+    if let Err(error) = register(neox::NeoX::FAMILY) {
         println!("registered twice: {error}");
     }
 
-    // A checkpoint to start from: random weights, with the tokenizer of the repository's model.
+    // The starting checkpoint has random weights and the tokenizer of the repository's model.
     let device = On::<Autodiff<Flex>>::open()?;
     device.seed(7);
     let tokenizer = Tokenizer::from_folder(Path::new("models/austen"), &[])?;
-    let config = neox::Config {
-        vocab_size: tokenizer.n_ids(),
-        hidden_size: 128,
-        intermediate_size: 512,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        max_position_embeddings: 512,
-        rotary_pct: 0.25,
-        rotary_emb_base: 10_000.0,
-        layer_norm_eps: 1e-5,
-        hidden_act: "gelu".into(),
-        use_parallel_residual: true,
-        tie_word_embeddings: false,
-    };
-    let model = LanguageModel::new(neox::init(config, &device)?);
-    kv_models::save(&start, &model, &tokenizer, SaveOptions::default())?;
+    let model = neox::NeoX::random(neox::Config::small(tokenizer.n_ids()), &device)?;
+    save(&start, &model.into(), &tokenizer, SaveOptions::default())?;
 
-    // Loaded as any other model.
-    let loaded = kv_models::load(&start, &device)?;
+    // It loads and trains like any other model.
     let tokens = TokenFile::open(&Source::new([TEXT]), &tokenizer, &start, &out.join("tokens"))?;
     let texts = Texts { train: Arc::new(tokens), valid: None };
     let config = TrainConfig {
@@ -69,41 +52,30 @@ fn main() -> Result<()> {
         weight_decay: 0.1,
         ..TrainConfig::default()
     };
-    let trained = train(&device, loaded.model, &texts, &config, Run::new(out.join("run")))?;
-    let converted = trained.model.convert();
-    converted.save(out.join("model"), &tokenizer)?;
+    let random = load(&start, &device)?.model;
+    let trained = train(&device, random, &texts, &config, Run::new(out.join("run")))?;
+    trained.model.convert().save(out.join("model"), &tokenizer)?;
 
     let plain = On::<Flex>::open()?;
     let ids = tokenizer.encode(&std::fs::read_to_string(HELD_OUT)?[..40_000])?;
-    let after = kv_models::load(out.join("model"), &plain)?.model;
     println!("{:<8} {:<10} {:>10}", "model", "cache", "perplexity");
-    for (name, model) in
-        [("random", kv_models::load(&start, &plain)?.model), ("trained", after.clone())]
-    {
+    for (name, folder) in [("random", &start), ("trained", &out.join("model"))] {
+        let model = load(folder, &plain)?.model;
         let plan = Plan::new(&model, Mode::Parallel, [cache], ids.clone(), 256, Some(8192))?;
         for run in evaluate(&plain, &model, &plan, |_| ())? {
             println!("{name:<8} {:<10} {:>10.2}", run.cache, run.perplexity);
         }
     }
 
-    // Token by token from a cache, and all at once.
-    let text = &ids[..200];
-    let mut streaming = after.new_cache(cache.with_capacity(512), 1, &plain)?;
-    let mut worst = 0f32;
-    let parallel = after.forward(ids_to_tensor(text, [1, text.len()], &plain), cache)?;
-    for (i, &id) in text.iter().enumerate() {
-        let logits = after.step(ids_to_tensor(&[id], [1, 1], &plain), &mut streaming)?;
-        let difference = (logits - parallel.clone().narrow(1, i, 1)).abs().max();
-        worst = worst.max(difference.into_scalar::<f32>());
-    }
-    println!("token by token against all at once: largest difference of a logit {worst:.0e}");
+    let model = load(out.join("model"), &plain)?.model;
+    let worst = model.streaming_difference(&ids[..200], cache, &plain)?;
+    println!("token by token against parallel: largest difference of a logit {worst:.0e}");
     ensure!(worst < 1e-3, "streaming and parallel disagree");
-
-    streaming.reset();
     let options = GenerateOptions { max_tokens: 40, ..GenerateOptions::default() };
     let prompt = "She was ";
+    let mut streaming = model.new_cache(cache.with_capacity(512), 1, &plain)?;
     let ids = tokenizer.encode(prompt)?;
-    let generated = generate(&after, &mut streaming, &ids, &options, &plain, |_| true)?;
+    let generated = generate(&model, &mut streaming, &ids, &options, &plain, |_| true)?;
     println!("{prompt}{}", tokenizer.decode(&generated.ids)?);
     Ok(())
 }

@@ -11,9 +11,11 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cubecl::{Flex, Frames, On};
-use kv_eval::world::{LayerCaches, World, controls};
-use kv_models::gamerft::CausvidPipeline;
+use burn_kv::{
+    cache::{Flex, Frames, On},
+    eval::world::{LayerCaches, World, controls},
+    models::gamerft::CausvidPipeline,
+};
 use kv_world::{Frame, Input, Picture, Player, Wanderer, animation};
 
 /// True frames that the models see first.

@@ -92,4 +92,21 @@ pub mod prelude {
     pub use kv_models::{
         GenerateOptions, LanguageModel, LoadOptions, ModelCacheConfig, SaveOptions, Tokenizer,
     };
+    #[cfg(feature = "train")]
+    pub use kv_train::{
+        QatConfig, Run, Schedule, Texts, TrainConfig,
+        data::{Source, TokenFile},
+    };
+
+    /// The names that a decoder of your own needs.
+    #[cfg(feature = "models")]
+    pub mod decoder {
+        pub use kv_models::{
+            ConfigJson, DecoderConfig, DecoderLayer, DecoderStack, Error, JsonFields, LayerContext,
+            LayerSource, LayerSpec, LayerVisitor, ModelSpec, Result, Role,
+            checkpoint::Names,
+            fields::{head_dim, positive, sizes},
+            nn::{LayerNorm, Linear, RmsNorm, Rope, RopeScaling, in_f32},
+        };
+    }
 }

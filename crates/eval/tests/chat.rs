@@ -101,7 +101,7 @@ fn errors_are_named() {
         (&plain, &["--prompt", ""], "prompt: must have at least one token"),
         (&space, &["--prompt", "hi", "--prompt-tokens", "1"], "prompt-tokens: the model's chat"),
         (&space, &["--prompt", "hi", "--bos"], "bos: the model's chat template decides that"),
-        (&space, &["--prompt", "hi", "--top-k", "5"], "top_k = 5: chooses among likely tokens"),
+        (&space, &["--prompt", "hi", "--top-k", "5"], "top_k = 5: needs a temperature above 0"),
     ] {
         let outcome = generate(space, more);
         assert_eq!(outcome.code, 1, "{more:?}: {}", outcome.stderr);

@@ -177,7 +177,7 @@ fn errors_are_one_line() {
     says("[[rules]", &["policy.toml: not a readable toml file: ", "at line 1"]);
     says("", &["policy.toml: rules = missing"]);
     let beyond = "[[rules]]\ncache = \"k4v4-g16-r16\"\n[[rules]]\nlayers = 1\ncache = \"k4v4\"";
-    says(beyond, &["rules[1] = k4v4: makes k4v4 of layer 1: ", "head_dim 16"]);
+    says(beyond, &["rules[1] = k4v4: gives layer 1 the cache k4v4: ", "head_dim 16"]);
     fails(&[&ppl[..], &["nowhere.toml"]].concat(), &["nowhere.toml: not found"]);
     fails(&[&ppl[..], &["balance"]].concat(), &["balance", "did you mean balanced?"]);
     fails(&[&ppl[..], &["balanced"]].concat(), &["rules[1].layers = -16,", "layers 0 to 1"]);

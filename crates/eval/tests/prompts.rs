@@ -133,7 +133,10 @@ fn errors_are_named() {
         (vec!["--prompts", &one, "--prompt", "x"], "cannot be used with"),
         (vec!["--prompts", &one, "--prompt-file", &one], "cannot be used with"),
         ([&two[..], &["--batch", "0"]].concat(), "batch 0: must be at least 1"),
-        ([&two[..], &["--recorded"]].concat(), "recorded = true: steps of sequences of different"),
+        (
+            [&two[..], &["--recorded"]].concat(),
+            "recorded = true: sequences of different lengths do not",
+        ),
         (vec!["--prompt", "a", "--prompt", ""], "prompt 2: prompt: must have at least one token"),
         (
             vec!["--prompt", "a", "--prompt", "abcdef", "--capacity", "5"],

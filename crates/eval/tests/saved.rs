@@ -185,7 +185,7 @@ fn mismatches_are_one_line_before_anything_is_generated() {
     let middle = whole.len() / 2;
     changed[middle] ^= 4;
     fs::write(file, &changed).unwrap();
-    refused(&load(&["--prompt", PROMPT]), &["is not what was written"]);
+    refused(&load(&["--prompt", PROMPT]), &["has another checksum"]);
     let none = &space.path("none");
     refused(&generate(&space, &["--prompt", PROMPT, "--load-cache", none]), &["none: not found"]);
     refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", "-"]), &["save-cache -"]);
@@ -256,7 +256,7 @@ fn another_model_is_refused() {
         Some((name.into(), values))
     });
     let load = generate(&space, &["--prompt", PROMPT, "--load-cache", file]);
-    refused(&load, &["model = model: its weights are not those of this model"]);
+    refused(&load, &["model = model: its weights differ from this model's"]);
 }
 
 /// A Hadamard transform of values is folded into the weights, which changes them.

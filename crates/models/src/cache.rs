@@ -15,13 +15,13 @@ use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
 
 /// One [`KvCache`] per layer; all of them hold the same tokens.
 ///
-/// The sequences of its batch may have different lengths: [`step_ragged`](crate::LanguageModel::step_ragged)
-/// appends to each its own number of tokens, and [`remove`](Self::remove), [`admit`](Self::admit) and
-/// [`fork`](Self::fork) change which there are.
+/// Sequences of a batch may have different lengths.
+/// [`step_ragged`](crate::LanguageModel::step_ragged) appends a different number of tokens to each.
+/// [`remove`](Self::remove), [`admit`](Self::admit) and [`fork`](Self::fork) empty and fill slots.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     pub(crate) layers: Vec<KvCache>,
-    /// The rotary tables of all positions below `room()`, and the [`Rope`]s they were computed by.
+    /// The rope tables of all positions below `room()`, with the [`Rope`] of each.
     rope_tables: Vec<(Rope, RopeTable)>,
     batch: usize,
     capacity: usize,
@@ -31,12 +31,12 @@ pub struct ModelCache {
 /// Allocated bytes of a [`ModelCache`].
 #[derive(Clone, Debug)]
 pub struct ModelCacheBytes {
-    /// One entry per layer: the bytes of each part of its cache.
+    /// The bytes of each part of a layer's cache, one entry per layer.
     pub layers: Vec<MemoryBytes>,
 }
 
 impl ModelCacheBytes {
-    /// Bytes of all parts of all layers.
+    /// Returns the bytes of all parts of all layers.
     pub fn total(&self) -> usize {
         self.layers.iter().map(|layer| layer.total()).sum()
     }
@@ -58,7 +58,7 @@ impl ModelCache {
         Ok(Self::of_layers(layers, config, spec, batch, &device))
     }
 
-    /// The caches of all layers, made for `config`, with their rotary tables.
+    /// Joins the caches of all layers, made for `config`, with their rope tables.
     fn of_layers(
         layers: Vec<KvCache>,
         config: &ModelCacheConfig,
@@ -73,63 +73,62 @@ impl ModelCache {
         Self { layers, rope_tables, batch, capacity, max_positions }
     }
 
-    /// The rotary table that was computed by `rope`, if it lies on `device`; `None` on a device that
-    /// records gradients.
+    /// Returns the table of `rope` if it is on `device`. Returns `None` on a device with autodiff,
+    /// where tables are computed again.
     pub(crate) fn rope_table(&self, rope: &Rope, device: &Device) -> Option<&RopeTable> {
         let (_, table) = self.rope_tables.iter().find(|(owner, _)| owner == rope)?;
         (table.table().device() == *device && !device.is_autodiff()).then_some(table)
     }
 
-    /// Tokens in the cache, of the longest sequence.
+    /// Returns the number of tokens of the longest sequence.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvCache::len)
     }
 
-    /// Tokens of each sequence.
+    /// Returns the number of tokens of each sequence.
     pub fn lens(&self) -> &[usize] {
         self.layers.first().map_or(&[], KvCache::lens)
     }
 
-    /// Whether all sequences hold the same number of tokens.
+    /// Returns whether all sequences have the same length.
     pub(crate) fn is_even(&self) -> bool {
         self.lens().iter().all(|&len| len == self.len())
     }
 
-    /// Whether no token was appended since construction or [`reset`](Self::reset).
+    /// Returns whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Tokens that the layers have room for.
+    /// Returns the number of tokens that the layers are allocated for.
     pub(crate) fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Tokens that the layers have room for and the model has positions for.
+    /// Returns the most tokens of a sequence: the capacity, or the model's limit if that is less.
     pub(crate) fn room(&self) -> usize {
         self.capacity.min(self.max_positions)
     }
 
-    /// Sequences in the batch.
+    /// Returns the number of sequences.
     pub fn batch(&self) -> usize {
         self.batch
     }
 
-    /// Tokens that may still be appended to every sequence: the cache's capacity or the model's limit,
-    /// whichever comes first.
+    /// Returns how many tokens can still be appended to every sequence.
     pub fn remaining(&self) -> usize {
         self.room().saturating_sub(self.len())
     }
 
-    /// Moves the layers and the rotary tables out, and leaves a cache without them.
+    /// Moves layers and rope tables out and leaves a cache without them.
     pub(crate) fn take(&mut self) -> Self {
         let (layers, rope_tables) =
             (std::mem::take(&mut self.layers), std::mem::take(&mut self.rope_tables));
         Self { layers, rope_tables, ..*self }
     }
 
-    /// Adds `tokens` to the length of every layer, for tokens that [`KvCache::attend_at`] appended
-    /// on the device without the host's knowing. The caller has checked that they fit.
+    /// Adds `tokens` to the host's length of every layer, after [`KvCache::attend_at`] appended
+    /// them on the device. The caller has checked that they fit.
     pub(crate) fn advance(&mut self, tokens: usize) -> Result<()> {
         for layer in &mut self.layers {
             layer.advance(tokens)?;
@@ -137,36 +136,38 @@ impl ModelCache {
         Ok(())
     }
 
-    /// Forgets all tokens and keeps the allocations.
+    /// Removes all tokens and keeps the allocations.
     pub fn reset(&mut self) {
         for layer in &mut self.layers {
             layer.reset();
         }
     }
 
-    /// Allocated bytes, by layer and part.
+    /// Returns the allocated bytes by layer and part.
     pub fn memory_bytes(&self) -> ModelCacheBytes {
         ModelCacheBytes { layers: self.layers.iter().map(|layer| layer.memory_bytes()).collect() }
     }
 
-    /// Counts from now on how many bytes of quantized keys and values become floats again, in every layer:
-    /// [`KvCache::restored_bytes`].
+    /// Starts counting the bytes of quantized keys and values that are converted back to floats, in
+    /// every layer; see [`KvCache::restored_bytes`].
     pub fn count_restored(&mut self) {
         self.layers.iter_mut().for_each(KvCache::count_restored);
     }
 
-    /// The caches by layer, first layer first.
+    /// Returns the caches of the layers, first to last.
     pub fn layers(&self) -> &[KvCache] {
         &self.layers
     }
 
-    /// The tokens by which each sequence grows in a pass of ids `[batch, seq]`, after a check that they fit.
+    /// Checks that the ids `[batch, seq]` of a forward pass fit, and returns how many tokens each
+    /// sequence grows by.
     pub(crate) fn tokens_of(&self, [batch, seq]: [usize; 2]) -> Result<Vec<usize>> {
         self.check(batch, seq)?;
         Ok(vec![seq; batch])
     }
 
-    /// Checks that `added` more tokens of each of `batch` sequences fit, before any layer changes.
+    /// Checks that `added` more tokens fit into each of `batch` sequences, before any layer
+    /// changes.
     pub(crate) fn check(&self, batch: usize, added: usize) -> Result<()> {
         if batch != self.batch {
             let rule = format!("the cache was made for batch {}", self.batch);
@@ -184,7 +185,7 @@ pub(crate) fn check_context(
     limit: usize,
 ) -> Result<()> {
     if added == 0 {
-        return Err(Error::argument("seq", 0, "a pass needs at least one token"));
+        return Err(Error::argument("seq", 0, "must be at least 1"));
     }
     let requested = cached.saturating_add(added);
     if requested > limit {

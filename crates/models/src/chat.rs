@@ -1,4 +1,4 @@
-//! Renders conversations as the text a model was trained on, with the Jinja template in its files.
+//! Renders conversations with the Jinja template in a model's files.
 
 use std::{fmt, io};
 
@@ -8,28 +8,28 @@ use serde_json::ser::Formatter;
 
 use crate::{Error, Result, Tokenizer};
 
-/// One turn of a conversation.
+/// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `user`, `assistant`, or another role that the template knows.
     pub role: String,
-    /// The text of the turn.
+    /// The text of the message.
     pub content: String,
 }
 
 impl Message {
-    /// A turn by `role`.
+    /// Creates a message from `role`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into() }
     }
 }
 
-/// A model's template of conversations: `chat_template` in `tokenizer_config.json` or in a GGUF file,
-/// or `chat_template.jinja`.
+/// A model's chat template: `chat_template` in `tokenizer_config.json` or in a GGUF file, or
+/// `chat_template.jinja`.
 ///
-/// It is rendered as by `apply_chat_template` of the transformers library, except that
-/// `strftime_now` is not defined: without today's date, the same conversation has the same ids
-/// every day. Templates that use the date contain a fixed one for this case.
+/// It renders as `apply_chat_template` of the transformers library does, except that `strftime_now`
+/// is undefined: without today's date, a conversation has the same ids every day. Templates that
+/// use the date contain a fixed one for this case.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     bos_token: Option<String>,
@@ -39,11 +39,10 @@ pub struct ChatTemplate {
 const NAME: &str = "chat_template";
 
 impl ChatTemplate {
-    /// The template of a tokenizer, `None` if it has none.
+    /// Returns the template of a tokenizer; `None` if it has none.
     ///
     /// # Errors
-    ///
-    /// [`Error::ChatTemplate`] when it is not a valid template.
+    /// Fails with [`Error::ChatTemplate`] for an invalid template.
     pub fn of(tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let (bos_token, eos_token) = tokenizer.template_tokens();
         let new = |source| Self::new(source, bos_token, eos_token);
@@ -53,8 +52,7 @@ impl ChatTemplate {
     /// Parses the template `source`, which can use the two tokens as `bos_token` and `eos_token`.
     ///
     /// # Errors
-    ///
-    /// [`Error::ChatTemplate`] when it is not a valid template.
+    /// Fails with [`Error::ChatTemplate`] for an invalid template.
     pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         let mut environment = Environment::new();
         let mut syntax = SyntaxConfig::builder();
@@ -70,14 +68,12 @@ impl ChatTemplate {
         Ok(Self { environment, bos_token, eos_token })
     }
 
-    /// The text of a conversation, up to where the model's answer begins. The template writes the
-    /// begin-of-text token, where the model has one, so [`encode`](Tokenizer::encode) gives the ids
-    /// without anything to add.
+    /// Renders a conversation up to the start of the model's answer. The template writes the
+    /// begin-of-text token if the model has one, so [`encode`](Tokenizer::encode) adds none.
     ///
     /// # Errors
-    ///
-    /// [`Error::ChatTemplate`] when the template rejects the conversation, for example because of a
-    /// role that it does not know.
+    /// Fails with [`Error::ChatTemplate`] when the template rejects the conversation, for example
+    /// because of a role that it does not know.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
         let Self { environment, bos_token, eos_token } = self;
         let template = environment.get_template(NAME).map_err(failed)?;
@@ -92,7 +88,8 @@ impl ChatTemplate {
     }
 }
 
-/// The token as a template's value; without one the value is undefined, which a template can test.
+/// Returns the token as a template value. Without a token the value is undefined, which a template
+/// can test.
 fn defined(token: &Option<String>) -> Value {
     token.as_deref().map_or(Value::UNDEFINED, Value::from)
 }
@@ -109,8 +106,8 @@ fn failed(error: minijinja::Error) -> Error {
     Error::ChatTemplate { why: line + &detail }
 }
 
-/// The filter `tojson`: JSON as by Python's `json.dumps` with `ensure_ascii=False`, that is, with a
-/// space after `,` and `:` and without escapes for non-ASCII characters.
+/// The filter `tojson`. It writes JSON as Python's `json.dumps` with `ensure_ascii=False` does:
+/// with a space after `,` and `:`, and without escapes for non-ASCII characters.
 fn to_json(value: Value, options: minijinja::value::Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;

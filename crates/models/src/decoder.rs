@@ -1,4 +1,4 @@
-//! What a model family implements: [`Decoder`].
+//! [`Decoder`], which model families implement, and the [`Role`] of every parameter.
 
 use std::{any::Any, collections::HashMap, fmt::Debug, path::Path};
 
@@ -19,15 +19,16 @@ use crate::{
 /// A type that implements it and Burn's [`Module`] becomes a
 /// [`LanguageModel`](crate::LanguageModel) by [`new`](crate::LanguageModel::new).
 pub trait Decoder: Any + Debug + Send + Sync {
-    /// The first part of the paths of its parameters, as `Llama` in `Llama.layers.0.qkv.weight`.
-    /// Checkpoints of training runs name parameters by their paths, so it must not change.
+    /// Returns the first part of the parameter paths, such as `Llama` in
+    /// `Llama.layers.0.qkv.weight`. Checkpoints of training runs name parameters by their paths, so
+    /// it must not change.
     fn name(&self) -> &'static str;
 
     /// Returns the sizes of the model, layer by layer.
     fn spec(&self) -> &ModelSpec;
 
-    /// Returns the hidden states of the tokens of `pass` after the final norm. `pass` gives every
-    /// layer the memory of its attention.
+    /// Returns the hidden states of the tokens after the final norm. `pass` gives every layer the
+    /// memory of its attention.
     ///
     /// # Shapes
     /// - ids: `[batch, seq]`
@@ -47,8 +48,8 @@ pub trait Decoder: Any + Debug + Send + Sync {
     }
 
     /// Returns the logits of [`states`](Self::states), `[batch, seq, vocab]`, in the type of
-    /// [`head_weight`](Self::head_weight). A family with an RMS norm returns states before the norm
-    /// and uses [`Matrix::project_normed`] here, because that can be a single launch.
+    /// [`head_weight`](Self::head_weight). A family with an RMS norm can return states before the
+    /// norm and use [`Matrix::project_normed`] here, which takes a single launch.
     fn logits(&self, states: Tensor<3>) -> Tensor<3> {
         self.head_weight().project(states)
     }
@@ -57,7 +58,7 @@ pub trait Decoder: Any + Debug + Send + Sync {
     /// to it. Training computes its loss from a block of rows at a time.
     fn head_weight(&self) -> &Matrix;
 
-    /// Tells the role of every parameter, by which training selects what it trains.
+    /// Adds the role of every parameter. Training selects parameters by role.
     fn roles(&self, roles: &mut Roles);
 
     /// Returns the projections of the layers. Training can put adapters on packed ones.
@@ -85,9 +86,9 @@ pub trait Decoder: Any + Debug + Send + Sync {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
-    /// Rows that are looked up, by token or by position.
+    /// Rows of a table, looked up by token or by position.
     Embedding,
-    /// The output projection to the vocabulary, where it is not the token embedding.
+    /// The output projection to the vocabulary, unless it is the token embedding.
     Head,
     /// The norm after the last layer.
     FinalNorm,
@@ -137,8 +138,8 @@ impl Roles {
         module.visit(&mut Add(self, role));
     }
 
-    /// Returns the role of a parameter, or of packed weights by their [`Matrix::id`]; `None` if the
-    /// model has not given it one.
+    /// Returns the role of a parameter, or of packed weights by their [`Matrix::id`]; `None`
+    /// without a role.
     pub fn get(&self, id: ParamId) -> Option<Role> {
         self.0.get(&id).copied()
     }

@@ -1,10 +1,10 @@
 //! Burn's [`Module`] behind a pointer.
 //!
-//! [`Module::visit`] and [`Module::map`] are generic over the visitor, and a visitor's methods over
-//! the rank of a parameter, so there is no `dyn Module`. Here a visitor is a function of what it
-//! meets, in which a parameter is a `dyn Any` with its rank: the module sees [`Forward`], which
-//! calls that function, and [`visit`] and [`map`], at the other end, turn it back into a call of
-//! the visitor that the caller has.
+//! [`Module::visit`] and [`Module::map`] are generic over the visitor, and a visitor's methods are
+//! generic over the rank of a parameter, so there is no `dyn Module`. Here a visitor is a function
+//! of [`Met`], in which a parameter is a `dyn Any` with its rank. The module sees [`Forward`],
+//! which calls that function. At the other end, [`visit`] and [`map`] turn the call back into one
+//! of the caller's visitor.
 
 use std::any::Any;
 
@@ -17,7 +17,7 @@ use burn::{
 
 use crate::Decoder;
 
-/// A [`Decoder`] that is a [`Module`], whatever its type.
+/// A [`Decoder`] that is also a [`Module`], as a trait object.
 pub(crate) trait Erased: Any + Send + Sync {
     fn decoder(&self) -> &dyn Decoder;
     fn decoder_mut(&mut self) -> &mut dyn Decoder;
@@ -29,7 +29,7 @@ pub(crate) trait Erased: Any + Send + Sync {
     fn display(&self, settings: DisplaySettings) -> String;
 }
 
-/// What consumes a module and gives another one of the same type.
+/// An operation that consumes a module and returns another one of the same type.
 pub(crate) enum Change<'a> {
     Map(Mapper<'a>),
     ToDevice(&'a Device),
@@ -78,7 +78,7 @@ impl<M: Decoder + Module + ModuleDisplay> Erased for M {
     }
 }
 
-/// What a visitor meets; a parameter is a `Param` of a tensor with its rank.
+/// An argument of a visitor's method; a parameter is a `Param` of a tensor with its rank.
 pub(crate) enum Met<'a> {
     Float(usize, &'a dyn Any),
     Int(usize, &'a dyn Any),
@@ -90,7 +90,8 @@ pub(crate) enum Met<'a> {
 
 pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Met<'_>);
 
-/// What a mapper is given; for a parameter or a flag it returns another of the same type.
+/// An argument of a mapper's method. For a parameter or a flag, the mapper returns another of the
+/// same type.
 pub(crate) enum Given<'a> {
     Float(usize, Box<dyn Any>),
     Int(usize, Box<dyn Any>),
@@ -115,21 +116,21 @@ macro_rules! with_rank {
     };
 }
 
-/// `D`, which is a rank of `with_rank`: a module with a parameter of another one does not compile.
+/// Returns `D`. A module with a parameter of a rank that `with_rank` lacks does not compile.
 fn rank<const D: usize>() -> usize {
     const { assert!(D <= 8, "parameters have at most 8 dimensions") }
     D
 }
 
 fn borrowed<P: 'static>(param: &dyn Any) -> &P {
-    param.downcast_ref().expect("the rank and kind were passed on with it")
+    param.downcast_ref().expect("rank and kind are passed with it")
 }
 
 fn owned<P: 'static>(param: Box<dyn Any>) -> P {
-    *param.downcast().expect("the rank and kind were passed on with it")
+    *param.downcast().expect("rank and kind are passed with it")
 }
 
-/// Calls the method of `visitor` for what was met.
+/// Calls the method of `visitor` for `met`.
 pub(crate) fn visit(visitor: &mut impl ModuleVisitor, met: Met<'_>) {
     match met {
         Met::Float(rank, param) => {
@@ -143,7 +144,7 @@ pub(crate) fn visit(visitor: &mut impl ModuleVisitor, met: Met<'_>) {
     }
 }
 
-/// Calls the method of `mapper` for what was given.
+/// Calls the method of `mapper` for `given`.
 pub(crate) fn map(mapper: &mut impl ModuleMapper, given: Given<'_>) -> Box<dyn Any> {
     match given {
         Given::Float(rank, param) => {

@@ -1,8 +1,8 @@
-//! What files of a model family are, and how a model is built from them: [`Family`].
+//! [`Family`]: the files of a model family, and how a model is built from them.
 
 use std::path::Path;
 
-use serde::de::DeserializeOwned;
+use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use crate::{
@@ -11,20 +11,22 @@ use crate::{
     gguf::{GgufNames, Metadata},
 };
 
+/// The fields of a `config.json`.
+pub type JsonFields = Map<String, Value>;
+
 /// The `config.json` of a Hugging Face folder.
 #[derive(Clone, Copy, Debug)]
 pub struct ConfigJson<'a> {
-    /// Its text.
+    /// The text of the file.
     pub text: &'a str,
-    /// Where it is, for messages.
+    /// The path of the file, for messages.
     pub path: &'a Path,
 }
 
 impl ConfigJson<'_> {
-    /// The fields that `T` has.
+    /// Deserializes the fields of `T`.
     ///
     /// # Errors
-    ///
     /// Fails with [`Error::Malformed`] for text that is not JSON, and with [`Error::Config`] for a
     /// field of another type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
@@ -38,14 +40,32 @@ impl ConfigJson<'_> {
         })
     }
 
+    /// Returns the fields of `config` and the names of its family, as `config.json` has them.
+    ///
+    /// # Errors
+    /// Fails for numbers that are not finite; `path` is for the message.
+    pub fn fields(
+        config: &impl Serialize,
+        path: &Path,
+        model_type: &str,
+        architecture: &str,
+    ) -> Result<JsonFields> {
+        let Ok(Value::Object(mut fields)) = serde_json::to_value(config) else {
+            return Err(Error::config(path, "config", model_type, "must have finite numbers"));
+        };
+        fields.insert("model_type".into(), model_type.into());
+        fields.insert("architectures".into(), [architecture].into());
+        Ok(fields)
+    }
+
     /// Returns the first field that `T` cannot read, its value and the reason, because serde's
     /// messages do not name the field. Messages about missing fields are ignored.
     fn wrong_field<T: DeserializeOwned>(&self) -> Option<(String, Value, String)> {
-        let why = |fields: Map<String, Value>| {
+        let why = |fields: JsonFields| {
             serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())
         };
         let missing = why(Map::new());
-        let fields: Map<String, Value> = serde_json::from_str(self.text).ok()?;
+        let fields: JsonFields = serde_json::from_str(self.text).ok()?;
         fields.into_iter().find_map(|(name, value)| {
             let wrong = why(Map::from_iter([(name.clone(), value.clone())]));
             Some((name, value, wrong.filter(|wrong| Some(wrong) != missing.as_ref())?))
@@ -56,10 +76,10 @@ impl ConfigJson<'_> {
 /// A family of models that [`load`](crate::load()) builds; [`register`](crate::register) makes one
 /// known.
 pub trait Family: Sync {
-    /// The values of `model_type` in `config.json` that it serves.
+    /// Returns the values of `model_type` in `config.json` that the family reads.
     fn model_types(&self) -> &'static [&'static str];
 
-    /// The values of `quant_method` in `config.json` whose tensors it reads.
+    /// Returns the values of `quant_method` in `config.json` that the family reads.
     fn quantizations(&self) -> &'static [&'static str] {
         &[]
     }
@@ -67,24 +87,28 @@ pub trait Family: Sync {
     /// Builds a model of a Hugging Face folder, taking each tensor out of `weights`.
     ///
     /// # Errors
-    ///
-    /// A field of `config` that is missing or breaks a rule, a feature that is not computed, a
-    /// tensor that is missing, left over or has another shape.
+    /// Fails for a field of `config` that is missing or breaks a rule, for an unsupported feature,
+    /// and for a tensor that is missing, left over or of another shape.
     fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel>;
 
-    /// The GGUF architectures that it serves, and the names of their tensors.
+    /// Returns the GGUF architectures that the family reads, with the names of their tensors.
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
         &[]
     }
 
-    /// Builds a model of a GGUF file, whose tensors have their Hugging Face names in `weights`.
+    /// Builds a model of a GGUF file. The tensors have their Hugging Face names in `weights`.
     ///
     /// # Errors
-    ///
-    /// As [`import`](Self::import); [`Error::Unsupported`] for a family without GGUF files.
+    /// Fails as [`import`](Self::import) does, and with [`Error::Unsupported`] for a family without
+    /// GGUF files.
     fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
         let _ = weights;
-        let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());
-        Err(Error::unsupported(format!("GGUF architecture {}", metadata.arch()), why))
+        Err(no_gguf(metadata))
     }
+}
+
+/// Returns the error of a family without GGUF files.
+pub(crate) fn no_gguf(metadata: &Metadata<'_>) -> Error {
+    let why = format!("{} has it; its family reads no GGUF files", metadata.path().display());
+    Error::unsupported(format!("GGUF architecture {}", metadata.arch()), why)
 }

@@ -72,7 +72,7 @@ pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
-pub use family::{ConfigJson, Family};
+pub use family::{ConfigJson, Family, JsonFields};
 pub use footprint::{CacheBytes, MemoryLimit, Usage, most_that_fits};
 pub use generate::{
     Batch, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps,
@@ -92,5 +92,8 @@ pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};
 pub use spec::{LayerSpec, ModelSpec};
-pub use stack::{DecoderConfig, DecoderLayer, DecoderStack, FinalNorm};
+pub use stack::{
+    DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource, LayerVisitor,
+    SlidingConfig,
+};
 pub use tokenizer::Tokenizer;

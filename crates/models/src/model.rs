@@ -1,308 +1,92 @@
-//! One type for all models.
+//! [`LanguageModel`]: one type for all models.
 
-use std::{any::Any, fmt};
+mod forward;
+mod module;
+
+use std::any::Any;
 
 use burn::{
-    module::{
-        Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault,
-        ModuleMapper, ModuleVisitor, Param,
-    },
-    tensor::{DType, Device, Int, Tensor},
+    module::{Module, ModuleDisplay, ModuleVisitor, Param},
+    tensor::{DType, Device, Tensor},
 };
-use kv_cubecl::FakeQuantOptions;
 use kv_weights::WeightFormat;
-use tracing::trace_span;
 
-use crate::{
-    Decoder, Error, ModelCache, ModelCacheConfig, ModelSpec, Pass, Result, Role, Roles,
-    WeightDtype,
-    cache::check_context,
-    erased::{self, Change, Erased},
-    nn::{AttentionObserver, PackedSize},
-    spans::{OPERATION, PASS},
-};
+use crate::{Decoder, ModelSpec, Role, Roles, WeightDtype, erased::Erased, nn::PackedSize};
 
-/// A decoder-only language model whose KV cache is a parameter: a [`Decoder`] of any type, as one
-/// Burn [`Module`].
+/// A decoder-only language model that takes its KV cache as a parameter: a [`Decoder`] of any type,
+/// as one Burn [`Module`].
 pub struct LanguageModel {
     decoder: Box<dyn Erased>,
-    /// Weights that are no parameters.
+    /// The size of the weights that are not parameters.
     packed: PackedSize,
 }
 
 impl LanguageModel {
-    /// The model that `decoder` computes.
+    /// Wraps a decoder.
     pub fn new(decoder: impl Decoder + Module + ModuleDisplay) -> Self {
         Self { decoder: Box::new(decoder), packed: PackedSize::default() }
     }
 
-    /// The same model, of whose weights so many stay packed.
+    /// Returns the same model with this size of packed weights.
     pub(crate) fn with_packed(self, packed: PackedSize) -> Self {
         Self { packed, ..self }
     }
 
-    /// The decoder, whatever its type.
+    /// Returns the decoder as a trait object.
     pub fn decoder(&self) -> &dyn Decoder {
         self.decoder.decoder()
     }
 
-    /// The decoder, if it is a `D`.
+    /// Returns the decoder if it is a `D`.
     pub fn downcast_ref<D: Decoder>(&self) -> Option<&D> {
         (self.decoder() as &dyn Any).downcast_ref()
     }
 
-    /// The decoder, if it is a `D`.
+    /// Returns the decoder if it is a `D`.
     ///
     /// # Errors
-    ///
-    /// The model as it was, if it is not.
-    #[allow(clippy::result_large_err, reason = "the error gives the model back")]
+    /// Returns the model unchanged if the decoder is of another type.
+    #[allow(clippy::result_large_err, reason = "the error returns the model")]
     pub fn downcast<D: Decoder>(self) -> core::result::Result<D, Self> {
         if self.downcast_ref::<D>().is_none() {
             return Err(self);
         }
         let decoder: Box<dyn Any> = self.decoder;
-        Ok(*decoder.downcast().expect("its type was just checked"))
+        Ok(*decoder.downcast().expect("the type was just checked"))
     }
 
-    /// Logits of a whole sequence, computed in parallel as a cache of `config` would have
-    /// produced them token by token. Differentiable.
-    ///
-    /// Rope frequencies that depend on the context length
-    /// ([`RopeScaling::LongRope`](crate::nn::RopeScaling::LongRope)) are chosen by the capacity in
-    /// `config`, as in such a cache, or by the sequence if it is longer.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, vocab]`
-    ///
-    /// # Errors
-    ///
-    /// No token, more tokens than [`max_positions`](Self::max_positions), or a `config` that does
-    /// not fit the model.
-    pub fn forward(
-        &self,
-        ids: Tensor<2, Int>,
-        config: impl Into<ModelCacheConfig>,
-    ) -> Result<Tensor<3>> {
-        Ok(self.head(self.hidden(ids, config)?))
-    }
-
-    /// Appends any number of tokens to every sequence of `cache` and returns the logits after each
-    /// of them.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, vocab]`
-    ///
-    /// # Errors
-    ///
-    /// No token, a batch other than the cache's, or more tokens than the cache or the model has
-    /// room for; the cache is then as it was.
-    pub fn step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        let tokens = cache.tokens_of(ids.dims())?;
-        self.logits(ids, Pass::over(cache, &tokens))
-    }
-
-    /// [`step`](Self::step) of another number of tokens for each sequence: of sequence `i` the
-    /// first
-    /// `tokens[i]` ids are appended, the others are padding, whose logits mean nothing. A sequence with 0
-    /// tokens takes no part; ids and logits are there for it all the same.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - tokens: one number for each sequence, 0 to seq
-    /// - output: `[batch, seq, vocab]`
-    ///
-    /// # Errors
-    ///
-    /// No token, a batch other than the cache's, more tokens than ids, or more than the cache or
-    /// the model has room for in one sequence; the cache is then as it was.
-    pub fn step_ragged(
-        &self,
-        ids: Tensor<2, Int>,
-        tokens: &[usize],
-        cache: &mut ModelCache,
-    ) -> Result<Tensor<3>> {
-        let [batch, seq] = ids.dims();
-        cache.check_ragged(batch, seq, tokens)?;
-        self.logits(ids, Pass::Ragged { cache, tokens })
-    }
-
-    /// [`forward`](Self::forward) up to the final norm, for callers that apply [`head`](Self::head)
-    /// to a few positions at a time.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`forward`](Self::forward).
-    pub fn hidden(
-        &self,
-        ids: Tensor<2, Int>,
-        config: impl Into<ModelCacheConfig>,
-    ) -> Result<Tensor<3>> {
-        self.hidden_with(ids, &config.into(), FakeQuantOptions::default(), None)
-    }
-
-    /// [`hidden`](Self::hidden) with a choice of how training treats the quantizer; `observer` is
-    /// called with every layer's attention.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`forward`](Self::forward).
-    pub fn hidden_with(
-        &self,
-        ids: Tensor<2, Int>,
-        config: &ModelCacheConfig,
-        fake_quant: FakeQuantOptions,
-        observer: Option<&mut AttentionObserver<'_>>,
-    ) -> Result<Tensor<3>> {
-        config.validate(self)?;
-        check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
-        let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
-        self.pass(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
-    }
-
-    /// [`step`](Self::step) up to the final norm.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`step`](Self::step).
-    pub fn hidden_step(&self, ids: Tensor<2, Int>, cache: &mut ModelCache) -> Result<Tensor<3>> {
-        let tokens = cache.tokens_of(ids.dims())?;
-        self.pass(ids, Pass::over(cache, &tokens))
-    }
-
-    /// Runs [`hidden_step`](Self::hidden_step) and calls `observer` with every layer's attention.
-    /// Rope is applied before the call, so that a step takes more launches.
-    ///
-    /// # Shapes
-    ///
-    /// - ids: `[batch, seq]`
-    /// - output: `[batch, seq, hidden]`
-    ///
-    /// # Errors
-    ///
-    /// Those of [`step`](Self::step), and [`Error::Unsupported`] for sequences of different
-    /// lengths.
-    pub fn hidden_step_with(
-        &self,
-        ids: Tensor<2, Int>,
-        cache: &mut ModelCache,
-        observer: &mut AttentionObserver<'_>,
-    ) -> Result<Tensor<3>> {
-        let tokens = cache.tokens_of(ids.dims())?;
-        if !cache.is_even() {
-            return Err(Error::Unsupported {
-                what: format!("looking on at sequences of {:?} tokens", cache.lens()),
-                why: format!("they must be of one length for {} more of each", tokens[0]),
-            });
-        }
-        let observer = observer as &mut AttentionObserver<'_>;
-        self.pass(ids, Pass::Observed { cache, observer })
-    }
-
-    /// [`step`](Self::step) for one token whose position, `[1]` i32, is on the
-    /// device; see [`KvCache::attend_at`](kv_cubecl::KvCache::attend_at).
-    pub(crate) fn step_at(
-        &self,
-        ids: Tensor<2, Int>,
-        cache: &mut ModelCache,
-        position: &Tensor<1, Int>,
-    ) -> Result<Tensor<3>> {
-        self.logits(ids, Pass::At { cache, position })
-    }
-
-    fn pass(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let _span = trace_span!(target: PASS, "pass").entered();
-        self.decoder().hidden(ids, pass)
-    }
-
-    fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let states =
-            trace_span!(target: PASS, "pass").in_scope(|| self.decoder().states(ids, pass))?;
-        let _span = trace_span!(target: OPERATION, "head").entered();
-        Ok(self.decoder().logits(states).cast(DType::F32))
-    }
-
-    /// Logits of final-normed hidden states.
-    ///
-    /// # Shapes
-    ///
-    /// - hidden: `[batch, seq, hidden]`, in the model's [`dtype`](Self::dtype)
-    /// - output: `[batch, seq, vocab]`, f32 of values that are rounded to the model's type, as in the
-    ///   transformers library
-    pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        let _span = trace_span!(target: OPERATION, "head").entered();
-        self.decoder().head_weight().project(hidden).cast(DType::F32)
-    }
-
-    /// An empty cache for `batch` sequences.
-    ///
-    /// # Errors
-    ///
-    /// A `config` that does not fit the model, or a device that the cache does not support.
-    pub fn new_cache(
-        &self,
-        config: impl Into<ModelCacheConfig>,
-        batch: usize,
-        device: &Device,
-    ) -> Result<ModelCache> {
-        let _span = trace_span!(target: OPERATION, "new_cache").entered();
-        let config = config.into();
-        config.validate(self)?;
-        ModelCache::new(&config, self.spec(), batch, device)
-    }
-
-    /// The model's sizes, layer by layer.
+    /// Returns the model's sizes, layer by layer.
     pub fn spec(&self) -> &ModelSpec {
         self.decoder().spec()
     }
 
-    /// Tokens the model knows.
+    /// Returns the number of tokens in the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.spec().vocab_size
     }
 
-    /// The longest context the model was made for.
+    /// Returns the longest context that the model was made for.
     pub fn max_positions(&self) -> usize {
         self.spec().max_positions
     }
 
-    /// Transformer layers.
+    /// Returns the number of layers.
     pub fn n_layers(&self) -> usize {
         self.spec().layers.len()
     }
 
-    /// The type of its matrices, in which it computes: f32, f16 or bf16.
+    /// Returns the type in which the model computes: f32, f16 or bf16.
     pub fn dtype(&self) -> DType {
         self.decoder().head_weight().dtype()
     }
 
-    /// The [`dtype`](Self::dtype) by the name that a user gives it; [`WeightDtype::Auto`] for a
-    /// decoder whose weights have none.
+    /// Returns [`dtype`](Self::dtype) under the name that a user gives it; [`WeightDtype::Auto`]
+    /// for a type without a name.
     pub fn weight_dtype(&self) -> WeightDtype {
         WeightDtype::of(self.dtype()).unwrap_or(WeightDtype::Auto)
     }
 
-    /// Bytes of all weights, each as it is stored.
+    /// Returns the bytes of all weights as they are stored.
     pub fn weight_bytes(&self) -> usize {
         struct Count(usize);
         impl ModuleVisitor for Count {
@@ -315,7 +99,7 @@ impl LanguageModel {
         count.0 + self.packed.bytes
     }
 
-    /// Bytes of all weights by the type they are stored in: the formats of packed ones, then the
+    /// Returns the bytes of weights by stored type: the formats of packed ones, then the
     /// [type](Self::weight_dtype) of the others.
     pub fn weight_types(&self) -> Vec<(String, usize)> {
         let packed = WeightFormat::ALL.iter().zip(self.packed.formats);
@@ -325,24 +109,23 @@ impl LanguageModel {
         packed.chain([floats]).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Whether weights stay in the blocks of their file.
+    /// Returns whether weights stay in the blocks of their file.
     pub fn is_packed(&self) -> bool {
         self.packed.bytes > 0
     }
 
-    /// Numbers of all weights, those that stay packed among them, which are no parameters.
+    /// Returns the number of weights. It includes packed ones, which are not parameters.
     pub fn n_weights(&self) -> usize {
         Module::num_params(self) + self.packed.numbers
     }
 
-    /// Puts an adapter of this rank on all packed projections of the layers whose role `choose`
-    /// picks:
-    /// `W + alpha / rank * B A` (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>), of which A and B are parameters
-    /// and W is as it was. The model computes what it did until they are trained. Returns how many
-    /// there are now; [`materialize`](Module::materialize) merges them into weights that are
-    /// restored for it.
+    /// Adds LoRA adapters (Hu et al., 2021, <https://arxiv.org/abs/2106.09685>) to the packed
+    /// projections whose role `choose` selects, and returns the number of adapters. A projection
+    /// becomes `W + alpha / rank * B A`; A and B are parameters, and W stays packed. Until they are
+    /// trained, the output is unchanged. [`materialize`](Module::materialize) merges adapters into
+    /// restored weights.
     ///
-    /// Their parameters are on `device`, the model's with or without autodiff.
+    /// The parameters are on `device`, which is the model's with or without autodiff.
     pub fn adapt(
         &mut self,
         rank: usize,
@@ -360,20 +143,16 @@ impl LanguageModel {
         adapters
     }
 
-    /// Whether packed weights have adapters.
+    /// Returns whether packed weights have adapters.
     pub(crate) fn is_adapted(&self) -> bool {
         self.packed.adapters > 0
     }
 
-    /// What every parameter is for.
+    /// Returns the role of every parameter.
     pub fn roles(&self) -> Roles {
         let mut roles = Roles::default();
         self.decoder().roles(&mut roles);
         roles
-    }
-
-    fn change(self, change: Change<'_>) -> Self {
-        Self { decoder: self.decoder.changed(change), ..self }
     }
 }
 
@@ -392,83 +171,5 @@ impl AsRef<ModelSpec> for LanguageModel {
 impl Clone for LanguageModel {
     fn clone(&self) -> Self {
         Self { decoder: self.decoder.boxed_clone(), packed: self.packed }
-    }
-}
-
-/// The kind of module that visitors and mappers are told when they enter a decoder.
-const CONTAINER: &str = "Struct:LanguageModel";
-
-impl Module for LanguageModel {
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        self.decoder.add_devices(devices)
-    }
-
-    fn fork(self, device: &Device) -> Self {
-        self.change(Change::Fork(device))
-    }
-
-    fn to_device(self, device: &Device) -> Self {
-        self.change(Change::ToDevice(device))
-    }
-
-    fn train(self) -> Self {
-        self.change(Change::Train)
-    }
-
-    fn valid(&self) -> Self {
-        Self { decoder: self.decoder.validation(), packed: self.packed }
-    }
-
-    fn materialize(mut self) -> Self {
-        if self.is_adapted() {
-            for projection in self.decoder.decoder_mut().projections() {
-                self.packed.subtract(&projection.weight.merge());
-            }
-        }
-        self.change(Change::Materialize)
-    }
-
-    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        let name = self.decoder().name();
-        visitor.enter_module(name, CONTAINER);
-        self.decoder.accept(&mut |met| erased::visit(visitor, met));
-        visitor.exit_module(name, CONTAINER);
-    }
-
-    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let name = self.decoder().name();
-        mapper.enter_module(name, CONTAINER);
-        let mapped = self.change(Change::Map(&mut |given| erased::map(mapper, given)));
-        mapper.exit_module(name, CONTAINER);
-        mapped
-    }
-}
-
-impl fmt::Debug for LanguageModel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("LanguageModel").field(&self.decoder()).finish()
-    }
-}
-
-impl fmt::Display for LanguageModel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.format(DisplaySettings::default()))
-    }
-}
-
-impl ModuleDisplayDefault for LanguageModel {
-    fn content(&self, content: Content) -> Option<Content> {
-        let text = self.decoder.display(content.display_settings.clone());
-        content.add_formatted(&text).optional()
-    }
-
-    fn num_params(&self) -> usize {
-        Module::num_params(self)
-    }
-}
-
-impl ModuleDisplay for LanguageModel {
-    fn format(&self, settings: DisplaySettings) -> String {
-        self.decoder.display(settings)
     }
 }

@@ -1,4 +1,4 @@
-//! One pass through a model: where its layers find the keys and values of earlier tokens.
+//! One forward pass through a model: [`Pass`] gives layers the keys and values of earlier tokens.
 
 use std::fmt;
 
@@ -12,36 +12,36 @@ use crate::{
     spans::{LAYER, OPERATION},
 };
 
-/// The [`Memory`] of every layer.
+/// The [`Memory`] of every layer in one forward pass.
 pub enum Pass<'a> {
-    /// The whole sequence at once.
+    /// Computes the whole sequence at once.
     Parallel {
         /// The model.
         spec: &'a ModelSpec,
-        /// The cache whose result is computed in parallel.
+        /// The cache whose results are computed in parallel.
         config: &'a ModelCacheConfig,
         /// Options of the quantizer in training.
         fake_quant: FakeQuantOptions,
         /// Receives every layer's attention.
         observer: Option<&'a mut AttentionObserver<'a>>,
     },
-    /// The tokens that follow those in a cache, which grows by them.
+    /// Appends tokens to a cache.
     Cached(&'a mut ModelCache),
-    /// The same as [`Cached`](Self::Cached), with an observer.
+    /// Works as [`Cached`](Self::Cached), with an observer.
     Observed {
         /// The cache.
         cache: &'a mut ModelCache,
         /// Receives every layer's attention.
         observer: &'a mut AttentionObserver<'a>,
     },
-    /// A number of new tokens per sequence, appended to a cache; the other ids are padding.
+    /// Appends a different number of tokens to each sequence of a cache; the other ids are padding.
     Ragged {
         /// The cache.
         cache: &'a mut ModelCache,
-        /// The tokens of each sequence.
+        /// The number of tokens of each sequence.
         tokens: &'a [usize],
     },
-    /// One token that follows those in a cache, at a position that is stored on the device.
+    /// Appends one token to a cache, at a position that is stored on the device.
     At {
         /// The cache.
         cache: &'a mut ModelCache,
@@ -51,7 +51,7 @@ pub enum Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// All of a pass's tokens, the same number for each sequence, after those in `cache`.
+    /// Appends all tokens to `cache`, the same number to each sequence.
     pub(crate) fn over(cache: &'a mut ModelCache, tokens: &'a [usize]) -> Self {
         match cache.is_even() {
             true => Self::Cached(cache),
@@ -61,7 +61,7 @@ impl<'a> Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Returns the rope rows of the pass's `seq` tokens in a model of `spec`. Must be called before
+    /// Returns the rope rows of the `seq` new tokens in a model of `spec`. Must be called before
     /// the first layer runs, because each layer adds the tokens to its cache.
     pub fn ropes(&self, spec: &ModelSpec, seq: usize, device: &Device) -> Ropes {
         if spec.ropes.is_empty() {
@@ -73,7 +73,7 @@ impl Pass<'_> {
 
     fn rope_rows(&self, spec: &ModelSpec, rope: &Rope, seq: usize, device: &Device) -> RopeRows {
         match self {
-            // The context is the capacity of the cache, or the sequence if that is longer.
+            // The context is the capacity of the cache, or the sequence if it is longer.
             Self::Parallel { config, .. } => {
                 let capacity = config.capacity.min(spec.max_positions);
                 rope.rows(0, seq, seq.max(capacity), device)
@@ -104,9 +104,9 @@ impl Pass<'_> {
         }
     }
 
-    /// The rows of `table` `[max_positions, hidden]` at the positions of the pass's `seq` tokens:
-    /// `[1, seq, hidden]` for all sequences, or `[batch, seq, hidden]`. Must be called before the first
-    /// layer runs, because each layer adds the tokens to its cache.
+    /// Returns the rows of `table` `[max_positions, hidden]` at the positions of the `seq` new
+    /// tokens: `[1, seq, hidden]` for all sequences, or `[batch, seq, hidden]`. Must be called
+    /// before the first layer runs, because each layer adds the tokens to its cache.
     pub fn rows(&self, table: &Matrix, seq: usize) -> Tensor<3> {
         let [_, hidden] = table.dims();
         match self {
@@ -124,11 +124,10 @@ impl Pass<'_> {
         }
     }
 
-    /// The memory of layer `index`, which is asked for when the layer begins.
+    /// Returns the memory of layer `index`. The trace event marks the start of the layer.
     ///
     /// # Panics
-    ///
-    /// When the model or the cache has no such layer.
+    /// Panics when the model or the cache has no such layer.
     pub fn layer(&mut self, index: usize) -> Memory<'_> {
         trace!(target: LAYER, layer = index);
         match self {
@@ -179,7 +178,7 @@ impl fmt::Debug for Pass<'_> {
     }
 }
 
-/// The rope rows of one pass, for each rope of a model.
+/// The rope rows of one forward pass, for each rope of a model.
 #[derive(Clone, Debug)]
 pub struct Ropes(pub(crate) Vec<RopeRows>);
 

@@ -2,17 +2,19 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use crate::{Error, Family, Result, gemma3, gguf::GgufNames, gpt_oss, gpt2, llama};
+use crate::{
+    Error, Family, Result, gemma3::Gemma3, gguf::GgufNames, gpt_oss::GptOss, gpt2::Gpt2,
+    llama::Llama,
+};
 
-static BUILT_IN: &[&dyn Family] = &[&gpt2::Files, &llama::Files, &gemma3::Files, &gpt_oss::Files];
+static BUILT_IN: &[&dyn Family] = &[Gpt2::FAMILY, Llama::FAMILY, Gemma3::FAMILY, GptOss::FAMILY];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
-/// Makes a family known to [`load`](crate::load()), for the rest of the program.
+/// Makes a family known to [`load`](crate::load()) until the program ends.
 ///
 /// # Errors
-///
-/// [`Error::Argument`] for a `model_type` or a GGUF architecture that a family has already; nothing
-/// of `family` is then registered.
+/// Fails with [`Error::Argument`] for a `model_type` or a GGUF architecture that a family already
+/// has. Nothing of `family` is then registered.
 pub fn register(family: &'static dyn Family) -> Result<()> {
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
     let known: Vec<_> = BUILT_IN.iter().chain(registered.iter()).copied().collect();
@@ -23,7 +25,7 @@ pub fn register(family: &'static dyn Family) -> Result<()> {
         let mut taken: Vec<_> = known.iter().flat_map(|family| names(*family)).collect();
         for name in names(family) {
             if taken.contains(&name) {
-                let rule = "is registered already; every name belongs to one family";
+                let rule = "is already registered; a name belongs to one family";
                 return Err(Error::argument(field, name, rule));
             }
             taken.push(name);
@@ -46,22 +48,20 @@ fn families() -> Vec<&'static dyn Family> {
     BUILT_IN.iter().chain(registered.iter()).copied().collect()
 }
 
-/// The family of a `model_type`.
+/// Finds the family of a `model_type`.
 ///
 /// # Errors
-///
-/// The `model_type`s that are known, in words.
+/// Returns the known `model_type`s as text.
 pub(crate) fn by_model_type(name: &str) -> Result<&'static dyn Family, String> {
     let families = families();
     let found = families.iter().find(|family| family.model_types().contains(&name));
     found.copied().ok_or_else(|| in_words(families.into_iter().flat_map(model_types)))
 }
 
-/// The family of a GGUF architecture, and the names of its tensors.
+/// Finds the family of a GGUF architecture, and the names of its tensors.
 ///
 /// # Errors
-///
-/// The architectures that are known, in words.
+/// Returns the known architectures as text.
 pub(crate) fn by_architecture(
     name: &str,
 ) -> Result<(&'static dyn Family, &'static GgufNames), String> {
@@ -74,7 +74,7 @@ pub(crate) fn by_architecture(
     found.ok_or_else(|| in_words(families.into_iter().flat_map(architectures)))
 }
 
-/// `a, b and c`.
+/// Joins names to `a, b and c`.
 fn in_words(names: impl Iterator<Item = &'static str>) -> String {
     let names: Vec<_> = names.collect();
     match names.split_last() {

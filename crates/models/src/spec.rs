@@ -1,5 +1,4 @@
-//! What a model is, layer by layer: what its caches are made from, and what evaluation and training
-//! ask of it.
+//! The sizes of a model, layer by layer: caches, evaluation and training are built from them.
 
 use burn::tensor::Tensor;
 use kv_cubecl::{AttentionOptions, CacheShape, Sides};
@@ -15,13 +14,13 @@ use crate::{
 pub struct LayerSpec {
     /// Query heads.
     pub n_heads: usize,
-    /// Key and value heads; a divisor of `n_heads`.
+    /// Key and value heads. They divide `n_heads`.
     pub n_kv_heads: usize,
     /// Channels per head, of queries and keys, and of values.
     pub head_dim: Sides<usize>,
     /// Scale and softcap of the scores.
     pub options: AttentionOptions,
-    /// Recent tokens that a query sees, its own among them; `None` for all before it.
+    /// Recent tokens that a query sees, including its own; `None` for all before it.
     pub sliding_window: Option<usize>,
     /// Index in [`ModelSpec::ropes`]; `None` for a layer without rope.
     pub rope: Option<usize>,
@@ -29,8 +28,7 @@ pub struct LayerSpec {
 
 impl LayerSpec {
     /// Describes a layer of full attention without rope, with scores scaled by `1 /
-    /// sqrt(head_dim)`.
-    /// `head_dim` is one number, or one for keys and one for values.
+    /// sqrt(head_dim)`. `head_dim` is one number, or a number for keys and one for values.
     pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
         let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
         Self { n_heads, n_kv_heads, head_dim, options, sliding_window: None, rope: None }
@@ -60,7 +58,7 @@ impl LayerSpec {
         CacheShape::new(batch, n_kv_heads, head_dim)
     }
 
-    /// Rows of a fused QKV projection: query heads, key heads, value heads.
+    /// Returns the rows of a fused QKV projection: query heads, key heads, value heads.
     pub fn qkv_rows(&self) -> usize {
         (self.n_heads + self.n_kv_heads) * self.head_dim.keys
             + self.n_kv_heads * self.head_dim.values
@@ -69,13 +67,11 @@ impl LayerSpec {
     /// Cuts `qkv` into heads, applies rope, attends, and joins the heads again.
     ///
     /// # Shapes
-    ///
     /// - qkv: `[batch, seq, qkv_rows]`: queries, keys, values, head by head
     /// - output: `[batch, seq, n_heads * head_dim]`, with the head_dim of values
     ///
     /// # Errors
-    ///
-    /// Those of [`Memory::attend`].
+    /// Fails as [`Memory::attend`] does.
     pub fn attend(
         &self,
         qkv: Tensor<3>,
@@ -85,12 +81,10 @@ impl LayerSpec {
         self.attend_normed(qkv, None, rope, memory)
     }
 
-    /// Attends as [`attend`](Self::attend) does, with norms of the heads of queries and keys before
-    /// rope.
+    /// Computes [`attend`](Self::attend) with norms on the heads of queries and keys before rope.
     ///
     /// # Errors
-    ///
-    /// Those of [`Memory::attend`].
+    /// Fails as [`Memory::attend`] does.
     pub fn attend_normed(
         &self,
         qkv: Tensor<3>,
@@ -108,7 +102,7 @@ impl LayerSpec {
         };
         let n_qk = n_heads + n_kv_heads;
         let (qk, v) = if head_dim.keys == head_dim.values {
-            // Views of the projection. Parts of its rows, as below, are copied.
+            // These are views of the projection; slices of its rows, as below, are copies.
             let all = heads(qkv, n_qk + n_kv_heads, head_dim.keys);
             (all.clone().narrow(1, 0, n_qk), all.narrow(1, n_qk, n_kv_heads))
         } else {
@@ -126,7 +120,7 @@ impl LayerSpec {
             Some(rope) if rope_table.is_none() => rope.apply(qk),
             _ => qk,
         };
-        let v = alone(v);
+        let v = copied_on_cpu(v);
         let q = qk.clone().narrow(1, 0, n_heads);
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
@@ -140,26 +134,26 @@ impl LayerSpec {
 }
 
 /// Copies the values of a prompt on the CPU, where attention copies them anyway. A view would keep
-/// queries and keys before rope in memory.
-fn alone(v: Tensor<4>) -> Tensor<4> {
+/// the queries and keys before rope in memory.
+fn copied_on_cpu(v: Tensor<4>) -> Tensor<4> {
     #[cfg(feature = "flex")]
     {
         use kv_cubecl::{Flex, Target};
 
         let [batch, heads, seq, width] = v.dims();
         if seq > 1 && Flex::hosts(&v.device()) {
-            // Neighboring axes of a view become one only in a copy.
+            // Merging neighboring axes of a view copies it.
             return v.reshape([batch, heads * seq * width]).reshape([batch, heads, seq, width]);
         }
     }
     v
 }
 
-/// A decoder-only model as its caches, evaluation and training see it.
+/// The sizes of a decoder-only model, for caches, evaluation and training.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ModelSpec {
-    /// Tokens the model knows.
+    /// Tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -172,7 +166,7 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// A model of `n_layers` layers that are all like `layer`, without rope.
+    /// Describes a model of `n_layers` equal layers without rope.
     pub fn uniform(
         vocab_size: usize,
         hidden_size: usize,
@@ -183,8 +177,8 @@ impl ModelSpec {
         Self::new(vocab_size, hidden_size, max_positions, vec![layer; n_layers])
     }
 
-    /// A model of these layers; the ropes that they name are to be added by
-    /// [`with_ropes`](Self::with_ropes).
+    /// Describes a model of these layers. [`with_ropes`](Self::with_ropes) adds the ropes that they
+    /// refer to.
     pub fn new(
         vocab_size: usize,
         hidden_size: usize,
@@ -194,7 +188,7 @@ impl ModelSpec {
         Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
     }
 
-    /// A model of the first `n` layers.
+    /// Describes a model of the first `n` layers.
     #[must_use]
     pub fn first(&self, n: usize) -> Self {
         Self { layers: self.layers.iter().take(n).copied().collect(), ..self.clone() }

@@ -1,22 +1,63 @@
-//! The skeleton that families of decoders share: [`DecoderStack`].
+//! [`DecoderStack`]: the parts of a decoder that all families share.
 
-use std::{fmt::Debug, path::Path};
+mod names;
+mod norm;
+mod parts;
+mod sliding;
+
+use std::{fmt::Debug, marker::PhantomData, path::Path};
 
 use burn::{
     module::{Module, ModuleDisplay},
-    tensor::{Int, Tensor},
+    tensor::{Device, Int, Tensor},
 };
-use serde_json::{Map, Value};
 
+pub(crate) use self::names::{LLAMA_GGUF, LLAMA_NAMES};
+pub(crate) use self::sliding::Defaults;
+pub use self::{
+    norm::FinalNorm,
+    parts::{LayerSource, LayerVisitor},
+    sliding::SlidingConfig,
+};
 use crate::{
-    Decoder, LayerSpec, ModelSpec, Pass, Result, Role, Roles,
+    ConfigJson, Decoder, Family, JsonFields, LanguageModel, LayerSpec, ModelSpec, Pass, Result,
+    Role, Roles,
     checkpoint::{Exports, Names, Weights},
-    gguf::GgufNames,
-    nn::{Embedding, LayerNorm, Linear, Matrix, Memory, RmsNorm, RopeRows},
+    family::no_gguf,
+    gguf::{GgufNames, Metadata},
+    nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, init},
 };
 
-/// The configuration of a family, resolved from a file or made in code.
-pub trait DecoderConfig: Clone + Debug + Send + Sync + 'static {
+/// The configuration of a family, read from a file or made in code.
+pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
+    /// The values of `model_type` in `config.json` that the family reads.
+    const MODEL_TYPES: &'static [&'static str];
+    /// The values of `quant_method` in `config.json` that the family reads.
+    const QUANTIZATIONS: &'static [&'static str] = &[];
+    /// The GGUF architectures that the family reads, with the names of their tensors.
+    const GGUF: &'static [(&'static str, GgufNames)] = &[];
+
+    /// Reads the fields of `config.json`, and adds to `notes` for the user.
+    ///
+    /// # Errors
+    /// Fails for a missing field and for an unsupported feature.
+    fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self>;
+
+    /// Reads the metadata of a GGUF file, and takes the tensors of the rope.
+    ///
+    /// # Errors
+    /// Fails as [`read`](Self::read) does, and for a family without GGUF files.
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        let _ = weights;
+        Err(no_gguf(metadata))
+    }
+
+    /// Checks the values that the tensors' shapes do not check; `path` is for messages.
+    ///
+    /// # Errors
+    /// Fails for the first field that breaks a rule.
+    fn check(&self, path: &Path) -> Result<()>;
+
     /// Returns the sizes of the model, layer by layer.
     fn spec(&self) -> ModelSpec;
 
@@ -24,7 +65,9 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + 'static {
     fn norm_epsilon(&self) -> f64;
 
     /// Returns whether the output projection is the token embedding.
-    fn tied_head(&self) -> bool;
+    fn tied_head(&self) -> bool {
+        false
+    }
 
     /// Returns the factor of token embeddings, if the family has one.
     fn embedding_scale(&self) -> Option<f64> {
@@ -35,58 +78,27 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// Fails for a configuration that `config.json` cannot express.
-    fn to_json(&self, path: &Path) -> Result<Map<String, Value>>;
+    fn to_json(&self, path: &Path) -> Result<JsonFields>;
 }
 
-/// A norm that [`DecoderStack`] applies after the last layer.
-pub trait FinalNorm: Module + ModuleDisplay + Debug + Send + Sync + 'static {
-    /// Takes the norm `name` over `width` channels out of a checkpoint.
+/// The inputs of a layer besides the hidden states.
+#[derive(Debug)]
+pub struct LayerContext<'a> {
+    /// The rope of the new tokens; `None` for a layer without rope.
+    pub rope: Option<&'a RopeRows>,
+    /// The sizes of the layer.
+    pub spec: &'a LayerSpec,
+    /// The keys and values of earlier tokens.
+    pub memory: Memory<'a>,
+}
+
+impl LayerContext<'_> {
+    /// Applies rope and attention to a fused projection, as [`LayerSpec::attend_normed`] does.
     ///
     /// # Errors
-    /// Fails as [`Weights::linear`] does.
-    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self>;
-
-    /// Adds the norm to the tensors of a checkpoint.
-    fn export(&self, name: &str, exports: &mut Exports);
-
-    /// Normalizes hidden states, `[batch, seq, hidden]`.
-    fn normalize(&self, x: Tensor<3>) -> Tensor<3>;
-
-    /// Multiplies the normalized states with the rows of `head`, in one launch where possible.
-    fn project(&self, x: Tensor<3>, head: &Matrix) -> Tensor<3> {
-        head.project(self.normalize(x))
-    }
-}
-
-impl FinalNorm for RmsNorm {
-    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
-        weights.rms_norm(name, width, epsilon)
-    }
-
-    fn export(&self, name: &str, exports: &mut Exports) {
-        exports.rms_norm(name, self);
-    }
-
-    fn normalize(&self, x: Tensor<3>) -> Tensor<3> {
-        self.forward(x)
-    }
-
-    fn project(&self, x: Tensor<3>, head: &Matrix) -> Tensor<3> {
-        head.project_normed(x, self)
-    }
-}
-
-impl FinalNorm for LayerNorm {
-    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
-        weights.layer_norm(name, width, epsilon)
-    }
-
-    fn export(&self, name: &str, exports: &mut Exports) {
-        exports.layer_norm(name, self);
-    }
-
-    fn normalize(&self, x: Tensor<3>) -> Tensor<3> {
-        self.forward(x)
+    /// Fails as [`Memory::attend`] does.
+    pub fn attend(self, qkv: Tensor<3>, norms: Option<&QkNorms>) -> Result<Tensor<3>> {
+        self.spec.attend_normed(qkv, norms, self.rope, self.memory)
     }
 }
 
@@ -106,6 +118,16 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     /// The name of the position table, as `wpe`, if the family learns its positions.
     const POSITIONS: Option<&'static str> = None;
 
+    /// Builds a layer from a checkpoint or from random numbers.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    fn build(config: &Self::Config, source: &mut LayerSource<'_>) -> Result<Self>;
+
+    /// Visits every part of the layer with its role and name. The order is the order of tensors in
+    /// files.
+    fn visit_parts(&self, config: &Self::Config, visitor: &mut LayerVisitor<'_>);
+
     /// Applies the layer.
     ///
     /// # Shapes
@@ -114,16 +136,7 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// Fails as [`Memory::attend`] does.
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        rope: Option<&RopeRows>,
-        spec: &LayerSpec,
-        memory: Memory<'_>,
-    ) -> Result<Tensor<3>>;
-
-    /// Tells the role of every parameter of the layer.
-    fn roles(&self, roles: &mut Roles);
+    fn forward(&self, x: Tensor<3>, context: LayerContext<'_>) -> Result<Tensor<3>>;
 
     /// Returns the projections that training can put adapters on; see [`Decoder::projections`].
     fn projections(&mut self) -> Vec<&mut Linear> {
@@ -136,26 +149,42 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
         true
     }
 
-    /// Takes layer `i` out of a checkpoint.
+    /// Builds the final norm over `width` channels.
     ///
     /// # Errors
     /// Fails as [`Weights::linear`] does.
-    fn import(config: &Self::Config, i: usize, weights: &mut Weights) -> Result<Self>;
+    fn final_norm(width: usize, source: &mut LayerSource<'_>) -> Result<Self::Norm> {
+        source.norm(Self::NORM, width)
+    }
+}
 
-    /// Takes the final norm out of a checkpoint.
-    ///
-    /// # Errors
-    /// Fails as [`Weights::linear`] does.
-    fn import_norm(
-        config: &Self::Config,
-        width: usize,
-        weights: &mut Weights,
-    ) -> Result<Self::Norm> {
-        Self::Norm::import(Self::NORM, width, config.norm_epsilon(), weights)
+/// The [`Family`] of a [`DecoderStack`].
+struct StackFamily<L>(PhantomData<fn() -> L>);
+
+impl<L: DecoderLayer> Family for StackFamily<L> {
+    fn model_types(&self) -> &'static [&'static str] {
+        L::Config::MODEL_TYPES
     }
 
-    /// Adds the tensors of layer `i` to those of a checkpoint.
-    fn export(&self, config: &Self::Config, i: usize, exports: &mut Exports);
+    fn quantizations(&self) -> &'static [&'static str] {
+        L::Config::QUANTIZATIONS
+    }
+
+    fn import(&self, json: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
+        let config = L::Config::read(json, weights.notes())?;
+        config.check(json.path)?;
+        Ok(DecoderStack::<L>::import(config, weights)?.into())
+    }
+
+    fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
+        L::Config::GGUF
+    }
+
+    fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
+        let config = L::Config::read_gguf(metadata, weights)?;
+        config.check(metadata.path())?;
+        Ok(DecoderStack::<L>::import(config, weights)?.into())
+    }
 }
 
 /// A decoder of equal layers: an embedding, the layers, a final norm and a head.
@@ -179,14 +208,19 @@ pub struct DecoderStack<L: DecoderLayer> {
     config: L::Config,
 }
 
-/// Returns the name of a module, given that of its weight.
+/// Returns the name of a module, given the name of its weight.
 fn module(weight: &'static str) -> &'static str {
     weight.strip_suffix(".weight").unwrap_or(weight)
 }
 
+/// Returns the start of the tensor names of layer `i`.
+fn layer_prefix<L: DecoderLayer>(i: usize) -> String {
+    format!("{}{i}.", L::NAMES.layers)
+}
+
 impl<L: DecoderLayer> DecoderStack<L> {
-    /// Builds a model of the parts that all families have; see [`positions`](Self::positions) for
-    /// the part that some have.
+    /// Builds a model from the parts that all families have; [`positions`](Self::positions) stay
+    /// empty.
     pub fn new(
         config: L::Config,
         embedding: Embedding,
@@ -214,7 +248,9 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let embedding = weights.embedding(module(names.embedding), vocab_size, width)?;
         let positions = L::POSITIONS.map(|name| weights.embedding(name, spec.max_positions, width));
         let positions = positions.transpose()?;
-        let norm = L::import_norm(&config, width, weights)?;
+        let epsilon = config.norm_epsilon();
+        let norm =
+            L::final_norm(width, &mut LayerSource::checkpoint(weights, String::new(), epsilon))?;
         let head = weights.head(config.tied_head(), vocab_size, width)?;
         let model = |spec, layers| Self {
             embedding: embedding.clone(),
@@ -225,8 +261,41 @@ impl<L: DecoderLayer> DecoderStack<L> {
             spec,
             config: config.clone(),
         };
-        weights.layers(&spec, |weights, i| L::import(&config, i, weights), model)
+        let layer = |weights: &mut Weights, i| {
+            let prefix = layer_prefix::<L>(i);
+            L::build(&config, &mut LayerSource::checkpoint(weights, prefix, epsilon))
+        };
+        weights.layers(&spec, layer, model)
     }
+
+    /// Creates a model with random weights, which depend on the device's seed.
+    ///
+    /// Weights are normal with variance `1 / d_input`. This keeps the scale of activations at every
+    /// width, so attention is not uniform at first; a fixed standard deviation of 0.02 does so only
+    /// at a width of 2500. The variance of embeddings is `1 / hidden_size`. Norms are 1, and biases
+    /// are 0. [`LayerSource::residual`] has a smaller variance.
+    ///
+    /// # Errors
+    /// Fails for a configuration that breaks a rule, and for a family that needs a checkpoint.
+    pub fn random(config: L::Config, device: &Device) -> Result<Self> {
+        config.check(Path::new("config"))?;
+        let spec = config.spec();
+        let (vocab_size, width) = (spec.vocab_size, spec.hidden_size);
+        let table = |rows: usize| Embedding { weight: init::normal([rows, width], 1.0, device) };
+        let embedding = table(vocab_size);
+        let positions = L::POSITIONS.map(|_| table(spec.max_positions));
+        let n_layers = spec.layers.len();
+        let mut source = LayerSource::random(device, config.norm_epsilon(), n_layers);
+        let layers =
+            (0..n_layers).map(|_| L::build(&config, &mut source)).collect::<Result<_>>()?;
+        let norm = L::final_norm(width, &mut source)?;
+        let head =
+            (!config.tied_head()).then(|| init::linear([vocab_size, width], 1.0, false, device));
+        Ok(Self { embedding, positions, layers, norm, head, spec, config })
+    }
+
+    /// The family, for [`register`](crate::register).
+    pub const FAMILY: &'static dyn Family = &StackFamily::<L>(PhantomData);
 }
 
 impl<L: DecoderLayer> Decoder for DecoderStack<L> {
@@ -257,7 +326,8 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         }
         let ropes = ropes.to_dtype(x.dtype()); // once for all layers
         for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            x = layer.forward(x, ropes.of(spec), spec, pass.layer(i))?;
+            let context = LayerContext { rope: ropes.of(spec), spec, memory: pass.layer(i) };
+            x = layer.forward(x, context)?;
         }
         Ok(x)
     }
@@ -275,7 +345,8 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         roles.add(Role::Embedding, &self.positions);
         roles.add(Role::FinalNorm, &self.norm);
         roles.add(Role::Head, &self.head);
-        self.layers.iter().for_each(|layer| layer.roles(roles));
+        let mut visitor = LayerVisitor::roles(roles);
+        self.layers.iter().for_each(|layer| layer.visit_parts(&self.config, &mut visitor));
     }
 
     fn projections(&mut self) -> Vec<&mut Linear> {
@@ -286,7 +357,7 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         self.layers.iter().all(DecoderLayer::captures)
     }
 
-    fn config_json(&self, path: &Path) -> Result<Map<String, Value>> {
+    fn config_json(&self, path: &Path) -> Result<JsonFields> {
         self.config.to_json(path)
     }
 
@@ -302,41 +373,9 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
             exports.linear(&[(module(names.head).into(), self.spec.vocab_size)], head);
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            layer.export(&self.config, i, &mut exports);
+            let prefix = layer_prefix::<L>(i);
+            layer.visit_parts(&self.config, &mut LayerVisitor::exports(&mut exports, prefix));
         }
         exports
     }
-}
-
-/// The names that Llama's checkpoints and most later ones have in common.
-pub(crate) const LLAMA_NAMES: Names = Names {
-    family: "Llama",
-    prefix: "model.",
-    layers: "layers.",
-    embedding: "embed_tokens.weight",
-    head: "lm_head.weight",
-    // Older exports store the rope frequencies, which follow from the configuration.
-    harmless: |name| {
-        name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
-    },
-};
-
-/// The GGUF names of the tensors outside the layers, for families that use [`LLAMA_NAMES`].
-pub(crate) const LLAMA_GGUF: GgufNames = GgufNames {
-    layer: ("blk.", "layers."),
-    outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
-    inner: &[],
-};
-
-/// Returns the names and row counts of the query, key and value projections of layer `i`, then
-/// those of the output projection.
-pub(crate) fn attention_parts(
-    i: usize,
-    hidden_size: usize,
-    [n_heads, n_kv_heads, head_dim]: [usize; 3],
-) -> [Vec<(String, usize)>; 2] {
-    let name = |(part, rows): (&str, usize)| (format!("layers.{i}.self_attn.{part}"), rows);
-    let kv_rows = n_kv_heads * head_dim;
-    let qkv = [("q_proj", n_heads * head_dim), ("k_proj", kv_rows), ("v_proj", kv_rows)];
-    [qkv.map(name).into(), vec![name(("o_proj", hidden_size))]]
 }

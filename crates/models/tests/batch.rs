@@ -1,4 +1,4 @@
-//! Sequences of different lengths in one cache: each goes on as it would alone.
+//! Sequences of different lengths in one cache give the same results as each alone.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -15,14 +15,14 @@ use kv_models::{
     load,
 };
 
-/// Sequences of a batch.
+/// The number of sequences.
 const BATCH: usize = 8;
 
-/// What the tiny models are tested with. A sum in another order moves a number by its last bits, and then, rarely, a
-/// code by one: a larger model has so many that some do.
+/// The caches of the tests with tiny models. Another summation order changes the last bits of a
+/// number, and in rare cases a code by one. A larger model has too many codes for this.
 const CACHES: [&str; 2] = ["float", "k4v4-g16-r16-gflush"];
 
-/// Ids that differ from text to text.
+/// Returns ids that differ from text to text.
 fn text(model: &LanguageModel, number: usize, len: usize) -> Vec<u32> {
     let id = |i: usize| ((i * (2 * number + 7) + 31 * number) % model.vocab_size()) as u32;
     (0..len).map(id).collect()
@@ -38,7 +38,7 @@ fn step(model: &LanguageModel, cache: &mut ModelCache, ids: &[u32], device: &Dev
     logits.into_data().iter::<f32>().collect()
 }
 
-/// Ids of every sequence, padded to one length.
+/// Pads the ids of every sequence to one length.
 fn padded(ids: &[&[u32]], device: &Device) -> Tensor<2, burn::tensor::Int> {
     let seq = ids.iter().map(|ids| ids.len()).max().unwrap();
     let padded: Vec<u32> =
@@ -46,8 +46,8 @@ fn padded(ids: &[&[u32]], device: &Device) -> Tensor<2, burn::tensor::Int> {
     ids_to_tensor(&padded, [ids.len(), seq], device)
 }
 
-/// Within 1e-5 of the largest logit; of a quantized cache within 1e-3, because products of several rows are summed in
-/// another order than those of one, and a key at the border of two codes may fall to either.
+/// Checks logits within 1e-5 of the largest, and within 1e-3 for a quantized cache: products of
+/// several rows are summed in another order than products of one, which can change a code.
 #[track_caller]
 fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
     let tolerance = if name == "float" { 1e-5 } else { 1e-3 };
@@ -57,8 +57,9 @@ fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
     assert!(worst <= tolerance * largest, "{what}: off by {:e} of the largest", worst / largest);
 }
 
-/// Prompts read alone and admitted, then steps of one token for all, of some for each, of chunks for some.
-fn each_goes_on_as_alone<T: Target>(
+/// Prefills prompts alone and admits them, then steps: one token for all, one for some, chunks for
+/// some.
+fn batched_sequences_equal_single_ones<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     caches: &[&str],
@@ -89,7 +90,7 @@ fn each_goes_on_as_alone<T: Target>(
                 (0..BATCH).map(|i| &texts[i][lens[i]..lens[i] + tokens[i]]).collect();
             let ids_of_all = padded(&ids, device);
             let seq = ids_of_all.dims()[1];
-            // Once by the call that takes the same number of tokens from all.
+            // One round uses the call for equal numbers of tokens.
             let logits = match round {
                 0 => model.step(ids_of_all, &mut together),
                 _ => model.step_ragged(ids_of_all, tokens, &mut together),
@@ -107,30 +108,45 @@ fn each_goes_on_as_alone<T: Target>(
 }
 
 #[test]
-fn each_goes_on_as_alone_on_flex() {
+fn batched_sequences_equal_single_ones_on_flex() {
     let device = On::<Flex>::open().unwrap();
     for name in TINY {
-        each_goes_on_as_alone(&device, &load(tiny(name), &device).unwrap().model, &CACHES, name);
+        batched_sequences_equal_single_ones(
+            &device,
+            &load(tiny(name), &device).unwrap().model,
+            &CACHES,
+            name,
+        );
     }
 }
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn each_goes_on_as_alone_on_wgpu() {
+fn batched_sequences_equal_single_ones_on_wgpu() {
     let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
     for name in ["gpt2-tiny", "llama-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
-        each_goes_on_as_alone(&device, &load(tiny(name), &device).unwrap().model, &CACHES, name);
+        batched_sequences_equal_single_ones(
+            &device,
+            &load(tiny(name), &device).unwrap().model,
+            &CACHES,
+            name,
+        );
     }
 }
 
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
-fn smollm2_goes_on_as_alone_in_a_batch() {
+fn smollm2_in_a_batch_equals_single_sequences() {
     let device = On::<Flex>::open().unwrap();
-    each_goes_on_as_alone(&device, &load(smollm2(), &device).unwrap().model, &["float"], "SmolLM2");
+    batched_sequences_equal_single_ones(
+        &device,
+        &load(smollm2(), &device).unwrap().model,
+        &["float"],
+        "SmolLM2",
+    );
 }
 
-/// What a batch makes of prompts, by text.
+/// Continues prompts as a batch and returns the result of each text.
 fn continued(
     model: &LanguageModel,
     slots: usize,
@@ -169,7 +185,7 @@ fn continued(
     ended
 }
 
-/// As [`generate`] continues each prompt alone, in fewer slots than prompts.
+/// Compares with [`generate`] on each prompt alone, with fewer slots than prompts.
 #[test]
 fn texts_do_not_depend_on_their_neighbors() {
     let device = device();
@@ -185,7 +201,7 @@ fn texts_do_not_depend_on_their_neighbors() {
             .map(|(i, n)| text(&model, i, n))
             .collect();
         let plain = GenerateOptions { max_tokens: 25, sampling, ..Default::default() };
-        // An id that some of the texts have ends them.
+        // This id ends some of the texts.
         let first = continued(&model, 1, &prompts[..1], &plain);
         let options = GenerateOptions { eos: [first[0].ids[7]].into(), ..plain };
         let alone: Vec<Generated> = prompts
@@ -217,7 +233,7 @@ fn texts_do_not_depend_on_their_neighbors() {
 }
 
 #[test]
-fn texts_come_and_are_stopped_at_any_time() {
+fn texts_can_be_added_and_stopped_at_any_time() {
     let device = device();
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let mut cache = cache(&model, "float", 2, &device);
@@ -231,7 +247,7 @@ fn texts_come_and_are_stopped_at_any_time() {
     let mut ended = vec![];
     while let Some(event) = batch.next_event().unwrap() {
         match event {
-            // One that is continued and one that waits; then another comes.
+            // Stops one text in a slot and one that waits, then adds another.
             Event::Token { text: 0, .. } => {
                 assert!(batch.stop(0) && batch.stop(2) && !batch.stop(2) && !batch.stop(9));
                 batch.push(&text(&model, 3, 9)).unwrap();
@@ -251,16 +267,16 @@ fn texts_come_and_are_stopped_at_any_time() {
 }
 
 #[test]
-fn no_tokens_end_every_text() {
+fn zero_max_tokens_end_every_text() {
     let model = load(tiny("llama-tiny"), &device()).unwrap().model;
     let options = GenerateOptions { max_tokens: 0, ..Default::default() };
     let ended = continued(&model, 2, &[vec![1, 2], vec![3], vec![4]], &options);
     assert!(ended.iter().all(|text| text.ids.is_empty() && text.stop == Stop::MaxTokens));
 }
 
-/// The verbs of sequences act on all layers, of which some are quantized, or on none.
+/// Operations on sequences change all layers, some of them quantized, or none.
 #[test]
-fn sequences_of_all_layers() {
+fn sequence_operations_change_all_layers() {
     let device = device();
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config: KvCacheConfig = "k2v2-g16-r16".parse().unwrap();
@@ -278,7 +294,7 @@ fn sequences_of_all_layers() {
     };
     let before = lens(&all);
 
-    // Layer 0 could go back to nothing, the others not.
+    // Layer 0 can be cut back to nothing, the others cannot.
     assert_eq!(all.shortest(1).unwrap(), 32);
     let error = all.truncate(1, 31).unwrap_err().to_string();
     assert!(error.starts_with("len 31: must be at least 32 for sequence 1"), "{error}");
@@ -292,7 +308,7 @@ fn sequences_of_all_layers() {
     ] {
         assert_eq!(error.to_string(), message);
     }
-    // Another configuration in a layer that is not the first.
+    // The configuration differs in a layer that is not the first.
     let other = config.clone().with_float_layers([1]);
     let mut other = model.new_cache(&other, 1, &device).unwrap();
     step(&model, &mut other, &ids[..5], &device);
@@ -306,7 +322,7 @@ fn sequences_of_all_layers() {
     assert!(ModelCache::join(&[]).is_err());
     assert_eq!(lens(&all), before, "a refused call changed a layer");
 
-    // Truncated and given the same tokens, it goes on as before.
+    // After truncation and the same tokens, the results are as before.
     all.truncate(1, 33).unwrap();
     all.remove(2).unwrap();
     assert_eq!(all.lens(), [0, 33, 0]);
@@ -321,12 +337,12 @@ fn sequences_of_all_layers() {
     let (again, straight) = logits.split_at(model.vocab_size());
     let largest = straight.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     let worst = again.iter().zip(straight).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    // The seven tokens saw restored values where they had seen floats, and so have other keys and values.
+    // The seven tokens saw restored values instead of floats, so their keys and values differ.
     assert!(worst < 0.05 * largest, "{worst} of {largest}");
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn errors_name_the_value() {
     let device = device();
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let config = KvCacheConfig::float().with_capacity(10);
@@ -336,9 +352,9 @@ fn what_does_not_fit_is_named() {
     for (seq, tokens, message) in [
         (5, &[2, 5][..], None),
         (5, &[3, 0], Some("tokens = 3 of sequence 0: it holds 8 tokens, and capacity is 10")),
-        (5, &[1, 6], Some("tokens = 6 of sequence 1: the pass has 5")),
-        (5, &[1], Some("tokens = 1: must be for the 2 sequences of the cache")),
-        (5, &[1, 1, 1], Some("tokens = 3: must be for the 2 sequences of the cache")),
+        (5, &[1, 6], Some("tokens = 6 of sequence 1: must be at most seq 5")),
+        (5, &[1], Some("tokens = 1: the cache has 2 sequences")),
+        (5, &[1, 1, 1], Some("tokens = 3: the cache has 2 sequences")),
     ] {
         let mut cache = cache.clone();
         let result = model.step_ragged(ids(seq), tokens, &mut cache);
@@ -355,7 +371,7 @@ fn what_does_not_fit_is_named() {
     let error =
         DecodeGraph::new(&model, &mut cache, &[].into(), Draw::GREEDY, &device).unwrap_err();
     assert!(
-        error.to_string().contains("[8, 3] tokens: sequences must be of one length"),
+        error.to_string().contains("[8, 3] tokens: sequences must have equal lengths"),
         "{error}"
     );
     let options = GenerateOptions::default();

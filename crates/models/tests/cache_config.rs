@@ -1,4 +1,4 @@
-//! Caches that differ by layer, what a pass shows of its attention, and models with random weights.
+//! Caches that differ by layer, observers of attention, and models with random weights.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -58,7 +58,7 @@ fn streaming_with_float_layers_equals_parallel() {
         assert!(bytes.layers[layer].total() > bytes.layers[1 - layer].total());
         let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
         let steps = Tensor::cat(steps.collect(), 1);
-        // Single codes may flip at rounding edges, but the mean difference stays small.
+        // Single codes may change in rounding, but the mean difference stays small.
         let mean = (steps - forward).abs().mean().into_scalar::<f32>();
         assert!(mean < 2e-3, "mean difference {mean}");
     }
@@ -88,7 +88,7 @@ fn a_configuration_that_does_not_fit_the_model_is_an_error() {
 }
 
 #[test]
-fn files_hold_what_was_written() {
+fn files_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv_cache.json");
     for (name, layers, text) in [
@@ -200,10 +200,10 @@ fn small() -> Config {
     Config { vocab_size: 300, intermediate_size: 160, n_layers: 3, max_positions: 128, ..base }
 }
 
-/// All threads share one seed, so tests that draw weights take turns.
+/// All threads share one seed, so tests that draw weights run one at a time.
 static SEED: Mutex<()> = Mutex::new(());
 
-/// Cross entropy of predicting some ids.
+/// Returns the cross entropy of some ids.
 fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
     let ids = |start: i32| {
         let values: Vec<i32> = (start..start + 128).map(|i| (i * i * 31 + i * 7) % 300).collect();
@@ -216,7 +216,7 @@ fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
 }
 
 #[test]
-fn a_model_from_scratch_knows_nothing_yet() {
+fn a_model_from_scratch_has_the_loss_of_random_logits() {
     let _turn = SEED.lock().unwrap();
     let device = device();
     for tied_head in [true, false] {
@@ -224,7 +224,8 @@ fn a_model_from_scratch_knows_nothing_yet() {
         let model = Llama::init(Config { tied_head, ..small() }, &device);
         let std = |t: Tensor<2>| t.powf_scalar(2.0).mean().sqrt().into_scalar::<f32>();
         let layer = &model.layers[1];
-        // Thousands of draws: within 3% of 1 / sqrt(d_input), and of that over sqrt(2 n_layers).
+        // With thousands of draws, the deviation is within 3% of 1 / sqrt(d_input), with gain 1 /
+        // sqrt(2 n_layers) in some.
         let near = |got: f32, d_input: usize, gain: f32| {
             let expected = gain / (d_input as f32).sqrt();
             assert!((got / expected - 1.0).abs() < 0.03, "{got} is not {expected}");
@@ -239,7 +240,7 @@ fn a_model_from_scratch_knows_nothing_yet() {
 
         let model = LanguageModel::new(model);
         let first = loss(&model, &device).into_scalar::<f32>();
-        // Random logits of variance 1 have a loss half a nat above that of uniform ones.
+        // Random logits of variance 1 have a loss 0.5 nats above that of uniform logits.
         assert!((first - 300f32.ln() - 0.5).abs() < 0.2, "loss {first}");
         device.seed(7);
         let again = LanguageModel::new(Llama::init(Config { tied_head, ..small() }, &device));
@@ -299,7 +300,7 @@ fn a_configuration_from_code_is_checked() {
 }
 
 #[test]
-fn what_layers_with_windows_do_not_keep_is_said() {
+fn notes_name_layers_with_their_own_sliding_window() {
     let note = |model: &str, cache: &str| {
         let model = load(tiny(model), &device()).unwrap().model;
         ModelCacheConfig::from(cache.parse::<KvCacheConfig>().unwrap()).note(model.spec())
@@ -308,20 +309,20 @@ fn what_layers_with_windows_do_not_keep_is_said() {
         let note = note(model, cache).unwrap();
         assert_eq!(note, format!("{cache}: {rest}"));
     };
-    let rule = "2 of 4 layers (0,2) have a window of their own and keep no sinks";
+    let rule = "2 of 4 layers (0,2) have their own sliding window and keep no sinks";
     said("gpt-oss-tiny", "k4v4-s4", rule);
     said(
         "mistral-swa-tiny",
         "k4v4-g16-r16-w100",
-        "2 of 2 layers (0..2) have a window of their own and keep no more than that",
+        "2 of 2 layers (0..2) have their own sliding window and keep no more tokens",
     );
     assert_eq!(note("gpt-oss-tiny", "k4v4-g16-r16-w20"), None);
     assert_eq!(note("gpt-oss-tiny", "k4v4"), None);
     assert_eq!(note("llama-tiny", "k4v4-s4-w200"), None);
 }
 
-/// A rotation in the weights is that in the cache: the same outputs but for rounding, streamed and in parallel, and
-/// another model without it.
+/// A Hadamard transform folded into the weights gives the same outputs as one in the cache, except
+/// for rounding, streamed and in parallel. Without it in the cache, the model is another one.
 #[test]
 fn hadamard_values_are_folded_into_the_weights() {
     let device = device();
@@ -340,7 +341,7 @@ fn hadamard_values_are_folded_into_the_weights() {
         let bound = 1e-4 * largest(float.clone());
         let same = folded.forward(ids.clone(), KvCacheConfig::float()).unwrap();
         assert!(max_difference(same, float) < bound, "{name}: a float cache");
-        // A value at the border of two codes may fall to the other side, which is rare.
+        // A value at the border of two codes may change its code, which is rare.
         let same = folded.forward(ids.clone(), &plain).unwrap();
         assert!(max_difference(same, transformed.clone()) < 20.0 * bound, "{name}: {plain}");
         let plain_output = model.forward(ids, &plain).unwrap();
@@ -349,7 +350,7 @@ fn hadamard_values_are_folded_into_the_weights() {
             "{name}: nothing was transformed"
         );
 
-        // A rule of both sides becomes one for each, since keys stay transformed in the cache.
+        // A rule for both sides becomes one for each, because keys stay transformed in the cache.
         let ids = expected(&tiny(name), &device).ids;
         let both = Stores::Format { side: None, format: KvFormat::Int8, hadamard: true };
         let config = ModelCacheConfig::new([LayerRule::new(Layers::all(), both)]);

@@ -1,4 +1,4 @@
-//! Templates of conversations against the transformers library, see `fixtures/README.md`.
+//! Chat templates against the transformers library, see `fixtures/README.md`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -14,7 +14,7 @@ use serde::Deserialize;
 struct Fixture {
     templates: HashMap<String, String>,
     cases: Vec<Case>,
-    /// Ids of the cases of template `smollm2`, in order.
+    /// The ids of the cases of template `smollm2`, in order.
     smollm2_ids: Vec<Vec<u32>>,
 }
 
@@ -22,7 +22,7 @@ struct Fixture {
 struct Case {
     template: String,
     messages: Vec<Message>,
-    /// `None` where the template refuses.
+    /// `None` if the template refuses the conversation.
     rendered: Option<String>,
 }
 
@@ -51,7 +51,7 @@ fn conversations_are_rendered_as_by_transformers() {
 }
 
 #[test]
-fn what_is_no_template_is_an_error() {
+fn invalid_templates_are_errors() {
     for source in ["{% for x in %}", "{{ messages", "{% if true %}"] {
         let error = template(source).unwrap_err().to_string();
         assert!(error.starts_with("chat template: line 1: "), "{error}");
@@ -75,7 +75,8 @@ fn smollm2_gets_the_ids_of_transformers() {
     }
 }
 
-/// The template of a model folder with `tokenizer_config` and, perhaps, `chat_template.jinja`.
+/// Returns the template of a model folder with `tokenizer_config` and optionally
+/// `chat_template.jinja`.
 fn of_folder(tokenizer_config: &str, file: Option<&str>) -> kv_models::Result<Option<String>> {
     let folder = copy(&tiny("llama-tiny"));
     fs::copy(fixture("bos").join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
@@ -120,14 +121,14 @@ fn templates_are_found_in_files() {
     };
     assert_eq!(rendered(&tokenizer), "hi</s>");
 
-    // A saved model is talked to in the same way.
+    // A saved model keeps the template.
     let saved = folder.path().join("saved");
     save(&saved, &loaded.model, &tokenizer, SaveOptions::default()).unwrap();
     assert_eq!(rendered(&load(&saved, &device()).unwrap().tokenizer.unwrap()), "hi</s>");
 }
 
 #[test]
-fn a_token_that_the_files_do_not_name_is_empty() {
+fn a_missing_token_is_empty() {
     let source = "{{ bos_token }}{% if eos_token is defined %}</s>{% endif %}x";
     let template = ChatTemplate::new(source, None, None).unwrap();
     assert_eq!(template.render(&[]).unwrap(), "x");

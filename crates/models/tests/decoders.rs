@@ -1,4 +1,4 @@
-//! A decoder and a family that are not this crate's: what a model of another crate relies on.
+//! A decoder and a family outside this crate, as models of other crates define them.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -23,7 +23,7 @@ use kv_models::{
 };
 use serde_json::{Map, Value};
 
-/// Embeddings, attention over them in two layers of different heads, and the embeddings again.
+/// A model of embeddings, attention in two layers of different heads, and the embeddings again.
 #[derive(Module, Debug)]
 struct Toy {
     embedding: Embedding,
@@ -99,8 +99,8 @@ const NAMES: Names = Names {
     harmless: |_| false,
 };
 
-/// Two layers of different heads, one with a scale of its own: the same logits all at once and token
-/// by token, and the caches have each layer's shape.
+/// Two layers with different heads, one with its own scale, give the same logits in parallel and
+/// token by token. Each cache has its layer's shape.
 #[test]
 fn layers_may_differ() {
     let device = device();
@@ -121,7 +121,7 @@ fn layers_may_differ() {
         assert_eq!(cache.layout().shape(), layer.cache_shape(1));
     }
 
-    // The scale is not 1 / sqrt(16), and so counts.
+    // The scale is not 1 / sqrt(16), so it changes the result.
     let mut plain = Toy::new(&device);
     let toy = model.downcast::<Toy>().unwrap();
     (plain.embedding, plain.qkv) = (toy.embedding, toy.qkv);
@@ -136,9 +136,9 @@ fn layers_may_differ() {
     assert_eq!(error, "group_size 32: does not divide head_dim 16");
 }
 
-/// A boxed module is visited and mapped as itself, under the name of its decoder.
+/// A boxed module is visited and mapped like itself, under the name of its decoder.
 #[test]
-fn a_boxed_decoder_is_its_module() {
+fn a_boxed_decoder_behaves_like_its_module() {
     struct Negate(Vec<String>);
     impl ModuleMapper for Negate {
         fn enter_module(&mut self, name: &str, _: &str) {
@@ -165,17 +165,17 @@ fn a_boxed_decoder_is_its_module() {
     assert_eq!(list_param_ids(&negated), list_param_ids(&toy));
     let weight = |model: &LanguageModel| model.decoder().head_weight().val().to_data();
     assert_eq!(weight(&negated), (-toy.embedding.weight.val()).to_data());
-    // The clone it was made from is as it was.
+    // The original is unchanged.
     assert_eq!(weight(&model), toy.embedding.weight.val().to_data());
 
-    // Frozen by path, moved, recorded, and back.
+    // Freezing by path, moves and captured calls keep the parameters.
     let frozen = model.clone().freeze_group(ParamGroup::from_path("Toy.embedding.weight"));
     let frozen = frozen.fork(&device).to_device(&device).valid().train();
     assert!(!frozen.decoder().head_weight().val().is_require_grad());
     let again = negated.load_record(model.clone().into_record());
     assert_eq!(weight(&again), weight(&model));
 
-    // Of another type than asked for, it comes back.
+    // A downcast to another type returns the model.
     assert!(model.downcast_ref::<Llama>().is_none());
     let model = model.downcast::<Llama>().unwrap_err();
     assert!(model.downcast::<Toy>().is_ok());
@@ -209,15 +209,15 @@ fn a_name_belongs_to_one_family() {
     static ITSELF: Files = Files { model_types: &["toy-4", "toy-4"], gguf: &[] };
     register(&TOY).unwrap();
     for (family, start) in [
-        (&TOY, "model_type = toy: is registered already"),
-        (&LLAMA, "model_type = mistral: is registered already"),
-        (&GGUF, "general.architecture = gpt2: is registered already"),
-        (&ITSELF, "model_type = toy-4: is registered already"),
+        (&TOY, "model_type = toy: is already registered"),
+        (&LLAMA, "model_type = mistral: is already registered"),
+        (&GGUF, "general.architecture = gpt2: is already registered"),
+        (&ITSELF, "model_type = toy-4: is already registered"),
     ] {
         let error = register(family).unwrap_err().to_string();
         assert!(error.starts_with(start) && !error.contains('\n'), "{error}");
     }
-    // Nothing of a family that was refused is known, and what is known is named.
+    // Nothing of a refused family is registered, and the error lists the known names.
     let folder = common::copy(&tiny("llama-tiny"));
     let config = |model_type: &str| {
         let text = format!(r#"{{"model_type": "{model_type}"}}"#);

@@ -1,4 +1,4 @@
-//! Generation: deterministic, stops where it should, equal for every prefill chunk.
+//! Generation is deterministic, stops where it should, and does not depend on the prefill chunk.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -18,7 +18,7 @@ use kv_models::{
     load,
 };
 
-// A replay is ordered only against the work of the thread that made the recording.
+// A replay is ordered only with the work of the thread that captured the graph.
 static_assertions::assert_not_impl_any!(DecodeGraph<'static>: Send, Sync);
 
 fn run(model: &LanguageModel, capacity: usize, options: &GenerateOptions) -> Generated {
@@ -60,7 +60,7 @@ fn chunks_do_not_change_the_text_and_limits_stop_it() {
 }
 
 #[test]
-fn wide_models_read_prompts_in_shorter_chunks_on_the_cpu() {
+fn wide_models_prefill_in_shorter_chunks_on_the_cpu() {
     let chunk = |hidden| {
         let spec = ModelSpec::uniform(256, hidden, 512, 1, LayerSpec::new(1, 1, 32));
         GenerateOptions::prefill_chunk_for(&spec, &device())
@@ -110,7 +110,7 @@ fn smollm2_continues_a_sentence() {
     assert!(text.contains("Paris"), "{text:?}");
 }
 
-/// A cache that holds a prompt.
+/// Returns a cache that holds a prompt.
 fn prompted(model: &LanguageModel, cache: &str, device: &Device) -> ModelCache {
     let config: KvCacheConfig = cache.parse().unwrap();
     let mut cache = model.new_cache(config.with_capacity(60), 1, device).unwrap();
@@ -128,17 +128,17 @@ fn logits(model: &LanguageModel, cache: &mut ModelCache, id: u32, device: &Devic
     model.step(ids, cache).unwrap().into_data().iter::<f32>().collect()
 }
 
-/// Recorded steps give the same as launched ones: logits, greedy texts, ends of texts, and the
-/// contents of the cache after that.
-fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
+/// Captured steps give the same logits, greedy texts, ends of texts and cache contents as launched
+/// ones.
+fn captured_steps<T: Target>(device: &On<T>, models: &[&str]) {
     for name in models {
         let model = load(tiny(name), device).unwrap().model;
         for cache in ["k2v2-g16-r16", "k4v4-g16-r16-s4-after", "float"] {
             let mut expected = prompted(&model, cache, device);
-            let mut recorded = prompted(&model, cache, device);
+            let mut captured = prompted(&model, cache, device);
             let none = Default::default();
             let mut graph =
-                DecodeGraph::new(&model, &mut recorded, &none, Draw::GREEDY, device).unwrap();
+                DecodeGraph::new(&model, &mut captured, &none, Draw::GREEDY, device).unwrap();
             assert_eq!(graph.is_captured(), T::NAME != "flex");
             assert_eq!(graph.is_captured(), DecodeGraph::is_supported(device));
             assert_eq!((graph.len(), graph.remaining()), (13, 47));
@@ -148,7 +148,7 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
                 close(&got, &want);
             }
 
-            // Greedy, in calls of several lengths, until the cache is full.
+            // Greedy decoding in calls of several lengths, until the cache is full.
             let mut text = vec![5];
             for n in [1, 20, 0, 22] {
                 text.extend(graph.continued(text[text.len() - 1], n).unwrap());
@@ -164,43 +164,43 @@ fn recorded_steps<T: Target>(device: &On<T>, models: &[&str]) {
             assert!(graph.continued(1, 1).unwrap_err().to_string().contains("capacity"));
             assert_eq!(graph.len(), 60);
 
-            // An end-of-text id inside a call: nothing after it is in the cache, which can be used
-            // further without the graph.
+            // After an end-of-text id inside a call, nothing more is in the cache, which works
+            // without the graph.
             let end = text[9];
             let first = text[1..].iter().position(|&id| id == end).unwrap();
             let mut expected = prompted(&model, cache, device);
             for id in [3, 250, 17, 17].iter().chain(&text[..=first]) {
                 logits(&model, &mut expected, *id, device);
             }
-            let mut recorded = prompted(&model, cache, device);
+            let mut captured = prompted(&model, cache, device);
             let ends = [end, 1].into();
             let mut graph =
-                DecodeGraph::new(&model, &mut recorded, &ends, Draw::GREEDY, device).unwrap();
+                DecodeGraph::new(&model, &mut captured, &ends, Draw::GREEDY, device).unwrap();
             for id in [3, 250, 17, 17] {
                 graph.step(&[id]).unwrap();
             }
             assert_eq!(graph.continued(5, 30).unwrap(), text[1..first + 2]);
             drop(graph);
-            assert_eq!(recorded.len(), expected.len());
+            assert_eq!(captured.len(), expected.len());
             let want = logits(&model, &mut expected, 8, device);
-            close(&logits(&model, &mut recorded, 8, device), &want);
+            close(&logits(&model, &mut captured, 8, device), &want);
         }
     }
 }
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn a_recorded_text_is_the_same() {
+fn a_captured_text_is_the_same() {
     let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
     let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
     let config: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
-    let texts = [false, true].map(|recorded| {
+    let texts = [false, true].map(|captured| {
         let mut cache = model.new_cache(config.with_capacity(60), 1, &device).unwrap();
         let sampling = Sampling { temperature: 1.5, top_p: 0.95, seed: 3, ..Sampling::GREEDY };
         let options = GenerateOptions {
             max_tokens: 80,
             sampling,
-            recorded: Some(recorded),
+            recorded: Some(captured),
             ..Default::default()
         };
         let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
@@ -210,7 +210,7 @@ fn a_recorded_text_is_the_same() {
     assert_eq!(texts[0], texts[1]);
 }
 
-/// The host does not read logits between steps, but still learns that some were not finite.
+/// The host does not read logits between steps, but detects that some were not finite.
 fn logits_that_are_not_finite<T: Target>(device: &On<T>) {
     let mut model = load(tiny("llama-tiny"), device).unwrap().model.downcast::<Llama>().unwrap();
     for bad in [f32::NAN, f32::INFINITY] {
@@ -236,7 +236,7 @@ fn logits_that_are_not_finite_on_wgpu() {
     logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
 }
 
-/// Allows for the rounding of f32 sums in another order through a few layers.
+/// Allows for another summation order of f32 in a few layers.
 #[track_caller]
 fn close(got: &[f32], want: &[f32]) {
     let largest = want.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
@@ -247,19 +247,19 @@ fn close(got: &[f32], want: &[f32]) {
 }
 
 #[test]
-fn recorded_steps_on_flex() {
-    recorded_steps(&On::<kv_models::kv_cubecl::Flex>::open().unwrap(), &TINY);
+fn captured_steps_on_flex() {
+    captured_steps(&On::<kv_models::kv_cubecl::Flex>::open().unwrap(), &TINY);
 }
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn recorded_steps_on_wgpu() {
+fn captured_steps_on_wgpu() {
     let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
-    recorded_steps(&device, &["gpt2-tiny", "llama-tiny"]);
+    captured_steps(&device, &["gpt2-tiny", "llama-tiny"]);
 }
 
 #[test]
-fn a_graph_that_cannot_be() {
+fn invalid_graphs_are_errors() {
     let device = device();
     let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
     let other = load(tiny("llama-tiny"), &device).unwrap().model;

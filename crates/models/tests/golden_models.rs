@@ -1,4 +1,4 @@
-//! The tiny checkpoints against the logits of the transformers library, from every format.
+//! The logits of the tiny checkpoints in every format equal those of the transformers library.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -29,7 +29,7 @@ fn check_on(device: &Device, path: &Path, folder: &Path, tolerance: f32) {
     let logits = model.forward(expected.ids.clone(), KvCacheConfig::float()).unwrap();
     let worst = max_difference(logits, expected.logits);
     assert!(worst <= tolerance, "{}: {worst} > {tolerance}", path.display());
-    // The last tokens, one by one, from a cache of the tokens before them.
+    // Decodes the last tokens one by one after the tokens before them.
     let Some(decoded) = expected.decoded else { return };
     let [batch, seq] = expected.ids.dims();
     let first = seq - decoded.dims()[1];
@@ -68,7 +68,7 @@ fn tiny_checkpoints_survive_gguf() {
     }
 }
 
-/// Experts in both layouts of MXFP4: neighbors share a byte in one, halves of a block in the other.
+/// The two layouts of MXFP4 differ: one byte has neighbors, or the same position of both halves.
 #[test]
 fn experts_in_mxfp4_are_restored() {
     let folder = fixture("mxfp4");
@@ -110,7 +110,7 @@ fn golden_step_equals_forward() {
 #[test]
 fn quantized_step_equals_forward() {
     let device = device();
-    // llama-tiny: head_dim 16, so groups of 16 channels.
+    // llama-tiny has head_dim 16, so it takes groups of 16 channels.
     let config: KvCacheConfig = "k4v4-g16-r32".parse().unwrap();
     let folder = tiny("llama-tiny");
     let ids = expected(&folder, &device).ids;
@@ -123,7 +123,7 @@ fn quantized_step_equals_forward() {
     let mut cache = model.new_cache(config.with_capacity(seq), batch, &device).unwrap();
     let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap());
     let steps = Tensor::cat(steps.collect(), 1);
-    // Single codes may flip at rounding edges, but the mean difference stays small.
+    // Single codes may change in rounding, but the mean difference stays small.
     let mean = (steps - forward).abs().mean().into_scalar::<f32>();
     assert!(mean < 2e-3, "mean difference {mean}");
     assert!(cache.memory_bytes().total() > 0);
@@ -138,14 +138,14 @@ fn pytorch_checkpoint_with_old_rope_fields_and_biases() {
     check(&file, &fixture("pytorch-tiny"), TOLERANCE);
 }
 
-/// `phi3-tiny` with a scaled-down version of a published configuration.
+/// Returns `phi3-tiny` with a scaled-down version of a published configuration.
 fn phi3(config: &str) -> tempfile::TempDir {
     let folder = copy(&tiny("phi3-tiny"));
     fs::copy(fixture("phi3").join(config), folder.path().join("config.json")).unwrap();
     folder
 }
 
-/// Ids, and logits of the transformers library for a part of them.
+/// Returns ids, and the logits of the transformers library for the last of them.
 fn phi3_expected(name: &str, device: &Device) -> (Tensor<2, Int>, Tensor<3>) {
     let bytes = fs::read(fixture("phi3").join("expected.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
@@ -183,8 +183,7 @@ fn phi3_is_exact_past_its_sliding_window() {
     let streamed = token_by_token(&model, ids.clone(), seq);
     assert!(max_difference(streamed.narrow(1, 16, n), expected.clone()) < TOLERANCE);
 
-    // Past the window the two differ: computed without the window, the logits of token 24 are
-    // wrong.
+    // Without the sliding window, the logits of token 24 are wrong.
     let path = folder.path().join("config.json");
     let config = fs::read_to_string(&path).unwrap();
     fs::write(&path, config.replace("\"sliding_window\": 24", "\"sliding_window\": null")).unwrap();

@@ -1,4 +1,4 @@
-//! How many launches a decode step is on a GPU.
+//! Counts the launches of a decode step on a GPU.
 #![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -27,7 +27,7 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 
-/// An observer is told of every thread's launches, so that one test launches at a time.
+/// An observer sees the launches of all threads, so one test runs at a time.
 static COUNTING: Mutex<()> = Mutex::new(());
 
 /// Counts launches by kernel.
@@ -48,7 +48,7 @@ impl LaunchObserver for Count {
     fn timed(&self, _: &'static str, _: Duration, _: TimingMethod) {}
 }
 
-/// Adds up the bytes that launches tell of, by kernel.
+/// Sums the bytes of launches by kernel.
 #[derive(Clone, Default)]
 struct Reads(Arc<Mutex<BTreeMap<String, u64>>>);
 
@@ -89,7 +89,7 @@ impl Subscriber for Reads {
     fn exit(&self, _: &Id) {}
 }
 
-/// Tells what a step is planned to read.
+/// Stores the bytes that a step is planned to read.
 struct Plan(Usage, usize, Arc<Mutex<[usize; 2]>>);
 
 impl LoadObserver for Plan {
@@ -99,8 +99,8 @@ impl LoadObserver for Plan {
     }
 }
 
-/// What the launches of a step read of weights and cache is what the plan says before the model is loaded, byte for
-/// byte: of a head that is tied to the embedding and of one that is not.
+/// The weight and cache bytes that a step reads equal the plan made before the model is loaded,
+/// with a tied head and with its own.
 #[test]
 fn bytes_of_a_step_are_those_of_the_plan() {
     const TOKENS: usize = 37;
@@ -130,7 +130,7 @@ fn bytes_of_a_step_are_those_of_the_plan() {
     }
 }
 
-/// What is launched for a step of a model of this file, with weights packed, and the number of its layers.
+/// Returns the launches of a step with packed weights, and the number of layers.
 fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
     let _counting = COUNTING.lock();
     let wgpu = On::<Wgpu>::open().unwrap();
@@ -143,7 +143,7 @@ fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
         steps.step(&model, &[1], &wgpu).unwrap();
         steps.pick(&[1]).unwrap()
     };
-    // A first step also makes tables.
+    // The first step also computes tables.
     step();
     let count = Arc::new(Count::default());
     let observation = LaunchObservation::new(count.clone());
@@ -153,9 +153,9 @@ fn launched(file: &Path) -> (BTreeMap<&'static str, usize>, usize) {
     (counted, model.spec().layers.len())
 }
 
-/// With weights packed, norms, gates and additions are in the launches of products, of which each layer has four;
-/// rotation is in that which appends and that which attends. Ids are clamped and looked up, the final norm is in the
-/// product of the head, and the next token is picked in one.
+/// With packed weights, a layer has four products; norms, gates and additions are part of their
+/// launches. Rope is part of the append and of attention. Ids are clamped and looked up, the final
+/// norm is part of the head, and one launch picks the next token.
 #[test]
 fn launches_of_a_step() {
     const OF_A_LAYER: usize = 6;
@@ -171,8 +171,8 @@ fn launches_of_a_step() {
     );
 }
 
-/// However many experts there are, a layer multiplies with those that were picked in one launch for each of its three
-/// matrices.
+/// With any number of experts, a layer multiplies with the selected ones in one launch for each of
+/// its three matrices.
 #[test]
 fn launches_of_experts() {
     let (counted, layers) = launched(&fixture("mxfp4").join("model.gguf"));
@@ -180,6 +180,6 @@ fn launches_of_experts() {
         counted.iter().filter(|(name, _)| name.contains(kernel)).map(|(_, n)| n).sum()
     };
     assert_eq!(of("PickedProduct<"), 3 * layers, "{counted:#?}");
-    // Projections of attention, the router, and once the head.
+    // The projections of attention, the router, and the head.
     assert!(of("::product::Product<") <= 5 * layers + 1, "{counted:#?}");
 }

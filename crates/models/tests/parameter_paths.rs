@@ -1,4 +1,4 @@
-//! Paths of parameters, by which checkpoints of training runs name them.
+//! Checkpoints of training runs name parameters by their paths, which must not change.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -32,7 +32,7 @@ impl ModuleVisitor for Paths {
     }
 }
 
-/// Paths, shapes and their order are those of the first release, in every family.
+/// Paths, shapes and their order equal those of the first release in every family.
 #[test]
 fn parameters_of_all_families_keep_their_paths() {
     let mut paths = Paths::default();

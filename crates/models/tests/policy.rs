@@ -1,4 +1,4 @@
-//! Layer policies: their files, and the caches that models get by them.
+//! Layer policies: their files, and the caches of models.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -15,7 +15,7 @@ use kv_models::{
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
 
-/// A model of `n` layers with heads of 64 channels, of which layer 1 has a window of 512 tokens.
+/// Describes a model of `n` layers with heads of 64 channels. Layer 1 has a sliding window of 512.
 fn model(n: usize) -> ModelSpec {
     let layer = LayerSpec::new(9, 3, 64);
     let windowed = |i| if i == 1 { layer.with_sliding_window(Some(512)) } else { layer };
@@ -34,20 +34,20 @@ fn cache(name: &str) -> KvCacheConfig {
     name.parse().unwrap()
 }
 
-/// What each layer has, written down by hand.
+/// The expected caches are written by hand.
 #[test]
-fn every_layer_has_what_its_rules_say() {
+fn later_rules_override_earlier_ones() {
     let both_ends = ModelCacheConfig::from(cache("k4v4-r64-s4"))
         .with_cache(Layers::first(2), KvCacheConfig::float())
         .with_format(Layers::last(1), None, KvFormat::Float);
     let expected = ["float", "float-w512", "k4v4-r64-s4", "k4v4-r64-s4", "float"];
     assert_eq!(names(&both_ends, 5), expected);
 
-    // Only the last three; layers of no rule are in float.
+    // Only the last three layers have a rule; the others are in float.
     let last = ModelCacheConfig::new([]).with_cache(Layers::last(3), cache("k2v2-g64-r64"));
     assert_eq!(names(&last, 4), ["float", "k2v2-g64-r64-w512", "k2v2-g64-r64", "k2v2-g64-r64"]);
 
-    // Bits by layer and side. The last rule has the last word, on the side that it names.
+    // Formats by layer and side. The last rule overrides earlier ones for its side.
     let by_side = ModelCacheConfig::from(cache("k4v4-s4-f16"))
         .with_format(layers("2.."), Side::Values, KvFormat::Affine2)
         .with_format(layers("-1,0"), Side::Keys, KvFormat::Affine8)
@@ -55,7 +55,7 @@ fn every_layer_has_what_its_rules_say() {
     let expected = ["k8v4-s4-f16", "k4v4-w512-f16", "k4v2-s4-f16", "k8v16-s4-f16"];
     assert_eq!(names(&by_side, 4), expected);
 
-    // What formats need of themselves comes with them, and what means nothing to them goes.
+    // Other formats get their own defaults, and lose the settings of KIVI's groups.
     let other = ModelCacheConfig::from(cache("k4v4-g64-r64-gflush"))
         .with_format(0, None, KvFormat::Int8)
         .with_format(2, Side::Keys, KvFormat::Int8);
@@ -72,7 +72,8 @@ fn every_layer_has_what_its_rules_say() {
         ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, transformed));
     assert_eq!(names(&transformed, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
 
-    // From which token on: the rest stays, another cache says it anew, and layers with windows keep none.
+    // A start keeps the other settings, a later cache overrides it, and layers with a sliding
+    // window keep no sinks.
     let started = ModelCacheConfig::from(cache("k4v4-s4-gflush"))
         .with_start(layers("1..4"), 64)
         .with_format(2, Side::Values, KvFormat::Int8)
@@ -84,9 +85,9 @@ fn every_layer_has_what_its_rules_say() {
     assert!(started.validate(model(5)).is_ok());
 }
 
-/// What a rule starts at is the sinks that a short name says, in what is attended to and in memory.
+/// A start equals the sinks of a short name, in attention and in memory.
 #[test]
-fn a_start_is_the_sinks_of_its_layers() {
+fn a_start_equals_sinks() {
     let device = device();
     let ids = expected(&tiny("llama-tiny"), &device).ids;
     let [batch, seq] = ids.dims();
@@ -107,9 +108,9 @@ fn a_start_is_the_sinks_of_its_layers() {
 }
 
 proptest! {
-    /// Any policy is what it was after any way through files.
+    /// A policy is equal after any conversion between files.
     #[test]
-    fn files_hold_what_was_built(policy in policies()) {
+    fn files_round_trip(policy in policies()) {
         let folder = tempfile::tempdir().unwrap();
         for name in ["policy.json", "policy.toml"] {
             let path = folder.path().join(name);
@@ -119,14 +120,15 @@ proptest! {
         }
         prop_assert_eq!(&ModelCacheConfig::from_toml(&policy.to_toml()).unwrap(), &policy);
         let json = serde_json::to_value(&policy).unwrap();
-        prop_assert_eq!(&serde_json::from_value::<ModelCacheConfig>(json.clone()).unwrap(), &policy);
-        // From one form to the other.
+        let read: ModelCacheConfig = serde_json::from_value(json.clone()).unwrap();
+        prop_assert_eq!(&read, &policy);
+        // Converts JSON to TOML.
         let toml = toml::to_string(&json).unwrap();
         prop_assert_eq!(&ModelCacheConfig::from_toml(&toml).unwrap(), &policy);
         prop_assert!(!policy.to_string().contains('\n'));
     }
 
-    /// A text that was changed anywhere is read, or refused in one line; nothing panics.
+    /// A changed text is read or refused in one line, without a panic.
     #[test]
     fn mutated_files_are_read_or_refused(
         policy in policies(),
@@ -150,9 +152,11 @@ proptest! {
         }
     }
 
-    /// Layers are read as they are printed, and are those that a plain reading of the text gives.
+    /// Layers parse as they are displayed, and contain what the text means.
     #[test]
-    fn layers_are_read_as_printed(spans in prop::collection::vec((-6i64..6, -6i64..7, 0..4u8), 1..4)) {
+    fn layers_parse_as_displayed(
+        spans in prop::collection::vec((-6i64..6, -6i64..7, 0..4u8), 1..4)
+    ) {
         const N: i64 = 6;
         let mut parts = vec![];
         let mut expected = std::collections::BTreeSet::new();
@@ -183,7 +187,7 @@ proptest! {
     }
 }
 
-/// Random policies of everything that their files can say.
+/// Generates random policies from all fields of their files.
 fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     let format = || prop::sample::select(KvFormat::ALL.to_vec());
     let cache = (format(), format(), 0..3usize, 0..200usize, any::<[bool; 3]>(), 0..3usize)
@@ -218,7 +222,7 @@ fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     )
 }
 
-/// Rules without a layer are not written, and no text of theirs is that of others.
+/// Rules without a layer are not written, and their text never parses as other layers.
 #[test]
 fn rules_without_a_layer_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -227,8 +231,8 @@ fn rules_without_a_layer_are_not_written() {
         (Layers::last(0), "-0..: -0.. has no layer"),
         (Layers::first(0), "0..0: 0..0 has no layer"),
         (Layers::from(four..two), "4..2: 4..2 has no layer"),
-        (Layers::runs([]), "none: must be one layer at least"),
-        (ones.into_iter().collect(), "none: must be one layer at least"),
+        (Layers::runs([]), "none: must have at least one layer"),
+        (ones.into_iter().collect(), "none: must have at least one layer"),
     ] {
         assert!(!none.is_all() && !none.contains(0, 4) && !none.contains(3, 4), "{none}");
         none.to_string().parse::<Layers>().unwrap_err();
@@ -247,11 +251,11 @@ fn rules_without_a_layer_are_not_written() {
     }
     let text = ModelCacheConfig::new([]).with_cache(Layers::last(0), cache("k2v2")).to_toml();
     let error = ModelCacheConfig::from_toml(&text).unwrap_err().to_string();
-    assert!(error.contains("rules[0].layers = \"-0..\": \"-0\" is no layer"), "{error}");
+    assert!(error.contains("rules[0].layers = \"-0..\": \"-0\" is not a layer"), "{error}");
 }
 
 #[test]
-fn files_are_known_by_their_ends_in_capitals_too() {
+fn file_extensions_ignore_case() {
     let folder = tempfile::tempdir().unwrap();
     let policy = ModelCacheConfig::from(cache("k4v4")).with_cache(1, cache("k2v2"));
     for name in ["POLICY.TOML", "Policy.Json"] {
@@ -280,21 +284,21 @@ fn wrong_files_name_the_rule_and_its_field() {
     for (field, value, rule) in [
         ("layers", json!("4..4"), "4..4 has no layer"),
         ("layers", json!("-2..-4"), "-2..-4 has no layer"),
-        ("layers", json!("0..2,"), "\"\" is no layer: 0 is the first, -1 the last"),
-        ("layers", json!("first"), "\"first\" is no layer"),
-        ("layers", json!("-0"), "is no layer"),
-        ("layers", json!("99999999999999999999"), "is no layer"),
-        ("layers", json!(1.5), "\"1.5\" is no layer"),
+        ("layers", json!("0..2,"), "\"\" is not a layer: 0 is the first, -1 the last"),
+        ("layers", json!("first"), "\"first\" is not a layer"),
+        ("layers", json!("-0"), "is not a layer"),
+        ("layers", json!("99999999999999999999"), "is not a layer"),
+        ("layers", json!(1.5), "\"1.5\" is not a layer"),
         ("layers", json!({}), "must be a layer, a range such as \"0..4\", or a list of these"),
         ("layers", json!([[0]]), "must be a layer, a range such as"),
-        ("layers", json!([]), "is no layer"),
+        ("layers", json!([]), "is not a layer"),
         ("format", json!(5), "expected 2, 3, 4, 8, or 16 for float, or one of \"int8\""),
         ("format", json!("k4v4"), "expected 2, 3, 4, 8"),
         ("side", json!("key"), "must be keys or values"),
         ("side", json!(1), "expected a string"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("hadamard", json!("yes"), "expected a boolean"),
-        ("cache", json!("k4v4"), "either a cache, which is all of it, or a format"),
+        ("cache", json!("k4v4"), "a rule can have only one of cache, format and start"),
         ("bits", json!(4), "unknown field"),
         ("start_after", json!(100), "unknown field"),
     ] {
@@ -315,7 +319,7 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("start", json!(-1), "expected usize"),
         ("start", json!("64"), "expected usize"),
         ("start", json!(1.5), "expected usize"),
-        ("side", json!("keys"), "both sides keep the same tokens in float"),
+        ("side", json!("keys"), "start applies to both sides"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("format", json!(4), "or a start"),
         ("cache", json!("k4v4"), "or a start"),
@@ -333,15 +337,15 @@ fn wrong_files_name_the_rule_and_its_field() {
         &with(json!({"cache": "k4v4", "hadamard": true})),
         &["rules[1].hadamard = true", "-hadv"],
     );
-    fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": a rule is a table of fields"]);
-    fails(&json!({"rules": []}), &["rules = []: needs one rule at least"]);
+    fails(&with(json!("k4v4")), &["rules[1] = \"k4v4\": must be a table"]);
+    fails(&json!({"rules": []}), &["rules = []: must have at least one rule"]);
     fails(&json!({"rules": {}}), &["rules = {}: ", "expected a sequence"]);
     fails(&json!({}), &["rules = missing: "]);
     fails(&json!({"name": "x"}), &["rules = missing: "]);
     for (field, value, rule) in [
         ("capacity", json!(-1), "expected usize"),
         ("name", json!("a b"), "must be 1 to 40 letters, digits"),
-        ("name", json!("k4v4"), "is the name of the cache k4v4 of all layers"),
+        ("name", json!("k4v4"), "is the name of the cache k4v4"),
         ("name", json!("float"), "is the name of the cache float"),
         ("name", json!(""), "must be 1 to 40"),
         ("group_size", json!(32), "unknown field"),
@@ -389,41 +393,47 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
         (base().with_cache(Layers::last(0), cache("k2v2")), "rules[1].layers = -0..: "),
         (
             base().with_cache(Layers::runs([]), cache("k2v2")),
-            "rules[1].layers = none: must be one layer at least",
+            "rules[1].layers = none: must have at least one layer",
         ),
         (base().with_cache(usize::MAX, cache("k2v2")), "the model has layers 0 to 3"),
         (
             base().with_cache(2, cache("k2v2-g128")),
-            "rules[1] = k2v2-g128: makes k2v2-g128 of layer 2: ",
+            "rules[1] = k2v2-g128: gives layer 2 the cache k2v2-g128: ",
         ),
         (
             base().with_cache(1, cache("k4v4-r1024")),
-            "rules[1] = k4v4-r1024: makes k4v4-r1024 of layer 1: ",
+            "rules[1] = k4v4-r1024: gives layer 1 the cache k4v4-r1024: ",
         ),
         (ModelCacheConfig::from(cache("k2v2-g128")), "group_size 128"),
         (base().with_start(4, 64), "rules[1].layers = 4: the model has layers 0 to 3"),
-        (base().with_start(2, 1 << 21), "from token 2097152 on: makes k4v4-s2097152 of layer 2: "),
-        // Layer 1 has a window.
+        (
+            base().with_start(2, 1 << 21),
+            "from token 2097152 on: gives layer 2 the cache k4v4-s2097152: ",
+        ),
+        // Layer 1 has its own sliding window.
         (
             base().with_start(1, 64),
-            "rules[1] = layers 1: from token 64 on: all of its layers have a window of their own and keep no sinks",
+            "rules[1] = layers 1: from token 64 on: all of its layers have their own sliding \
+             window and keep no sinks",
         ),
     ] {
         let error = policy.validate(model(4)).unwrap_err().to_string();
         assert!(error.contains(message) && !error.contains('\n'), "{error:?} lacks {message:?}");
     }
     base().with_cache(layers("0..4,-4..,..,3"), cache("k2v2")).validate(model(4)).unwrap();
-    // Of layers with windows among others it is said.
+    // A note names layers with their own sliding window among others.
     let some = base().with_start(0..3, 64);
     some.validate(model(4)).unwrap();
-    let said = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have a window of their own and keep no sinks";
-    assert_eq!(some.note(&model(4)).unwrap(), said);
+    let note = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have their own sliding \
+                window and keep no sinks";
+    assert_eq!(some.note(&model(4)).unwrap(), note);
     let none = base().with_start(1, 0);
     none.validate(model(4)).unwrap();
     assert_eq!(none.note(&model(4)), None);
 }
 
-/// Streamed and in parallel, with caches that differ by layer and side, in layers with windows and without.
+/// A policy that mixes layers, sides and sliding windows gives the same logits streamed and in
+/// parallel.
 #[test]
 fn streaming_with_a_mixed_policy_equals_parallel() {
     let device = device();
@@ -462,11 +472,11 @@ fn streaming_with_a_mixed_policy_equals_parallel() {
         }
         let steps = (0..seq).map(|t| model.step(ids.clone().narrow(1, t, 1), &mut held).unwrap());
         let steps = Tensor::cat(steps.collect(), 1);
-        // Single codes may flip at rounding edges, but the mean difference stays small.
+        // Single codes may change in rounding, but the mean difference stays small.
         let mean = |x: Tensor<3>| x.abs().mean().into_scalar::<f32>();
         let difference = mean(steps - parallel.clone());
         assert!(difference < 2e-3, "{name}: mean difference {difference}");
-        // Each rule counts: without any that follows the first the logits are others.
+        // Every rule matters: without any rule after the first, the logits differ.
         for left_out in 1..policy.rules().len() {
             let others = policy.rules().iter().enumerate().filter(|(i, _)| *i != left_out);
             let other = ModelCacheConfig::new(others.map(|(_, rule)| rule.clone()));
@@ -478,7 +488,7 @@ fn streaming_with_a_mixed_policy_equals_parallel() {
 }
 
 #[test]
-fn presets_are_read_and_shown_in_full() {
+fn presets_are_listed_in_full() {
     assert_eq!(ModelCacheConfig::PRESETS, ["safe", "balanced", "small"]);
     let mut bytes = vec![];
     for name in ModelCacheConfig::PRESETS {
@@ -499,7 +509,7 @@ fn presets_are_read_and_shown_in_full() {
         bytes.push(spec.layers.iter().zip(preset.layers(&spec)).map(layout).sum::<usize>());
     }
     assert!(bytes.is_sorted_by(|a, b| a > b), "{bytes:?}");
-    // Of how few layers a model may be: as docs/results/policy.md says.
+    // The fewest layers of a model for each preset, as in docs/results/policy.md.
     for (name, fewest) in [("safe", 2), ("balanced", 16), ("small", 15)] {
         let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
         preset.validate(model(fewest)).unwrap();
@@ -513,14 +523,14 @@ fn presets_are_read_and_shown_in_full() {
 }
 
 #[test]
-fn what_is_asked_of_a_policy() {
+fn queries_of_a_policy() {
     let mixed = ModelCacheConfig::from(cache("k4v2-g64-r64-s4-f16")).with_float_layers([0, 3]);
     assert_eq!(mixed.to_string(), "k4v2-g64-r64-s4-f16 float layers 0,3");
     assert_eq!(
         names(&mixed.in_float(), 4),
         ["float-f16", "float-w512-f16", "float-f16", "float-f16"]
     );
-    // What means nothing to KIVI's formats, or is refused, goes.
+    // Settings of other formats, which KIVI's formats refuse, are reset.
     for (name, four) in
         [("kint8vint8-hadk", "k4v4"), ("kint8vint8-r5", "k4v4"), ("kint8vint8-w64", "k4v4-r64-w64")]
     {

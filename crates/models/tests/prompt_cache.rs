@@ -1,5 +1,4 @@
-//! A prompt that reuses what it shares with a cache gets the logits of a cache that was given
-//! nothing else.
+//! A prompt that reuses a common prefix gets the logits of a new cache.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -16,8 +15,8 @@ use kv_models::{
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-/// Every format for keys and for values, flushes before and after attention, by groups and by
-/// blocks, sinks, and windows of their own.
+/// Returns caches with every format for keys and for values, flushes before and after attention, by
+/// groups and by blocks, sinks, and sliding windows.
 fn caches() -> Vec<String> {
     let named = |format: &KvFormat| match format.is_grouped() {
         true => (format.to_string(), "-g16"),
@@ -45,7 +44,7 @@ fn caches() -> Vec<String> {
     names
 }
 
-/// The logits after the last of `ids`, which pass one at a time.
+/// Returns the logits after the last of `ids`, appended one at a time.
 fn one_by_one(model: &LanguageModel, cache: &str, ids: &[u32], on: &Device) -> Vec<f32> {
     let mut cache = model.new_cache(config(cache, 96), 1, on).unwrap();
     ids.iter().fold(vec![], |_, id| pass(model, &mut cache, &[*id], on))
@@ -66,19 +65,19 @@ fn prefill(
     logits.into_data().convert::<f32>().try_into_vec().unwrap()
 }
 
-/// 40 texts, each split at random into what is saved and what another run goes on with, with every
-/// cache that fits the model, all but `n_unfit`: what is saved is a prompt, often with its reply,
-/// and the next prompt shares all of it or less.
+/// Splits 40 texts at random into a saved part and the rest, with every cache that fits the model
+/// (all but `n_unfit`). A saved part is a prompt, often with its reply; the next prompt shares all
+/// of it or less.
 ///
-/// Tokens pass one at a time, so that the same numbers are summed in the same order and all logits
-/// are equal bit for bit.
+/// Tokens are appended one at a time, so sums have the same order and all logits are equal bit for
+/// bit.
 fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
     let model = &load(tiny(name), &on).unwrap().model;
     let mut caches = caches();
     let all = caches.len();
-    // Those with blocks of 32 channels, and with a residual longer than the model's window.
+    // These have blocks of 32 channels, or a residual longer than the model's sliding window.
     caches.retain(|cache| ModelCacheConfig::from(config(cache, 96)).validate(model).is_ok());
     assert_eq!(all - caches.len(), n_unfit, "{caches:?}");
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(name.len() as u64);
@@ -87,7 +86,7 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
         let (ids, other) = (text(64, seed), text(96, 1000 + seed));
         let split = rng.random_range(1..60);
         let with_reply: bool = rng.random();
-        // Often all of it, else any part.
+        // Half of the prompts share all of it.
         let shared = if rng.random() { usize::MAX } else { rng.random_range(0..=split) };
         let more = rng.random_range(0..12);
         for cache in &caches {
@@ -110,7 +109,7 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
             let file = SavedCache::open(&path).unwrap();
             assert_eq!((file.tokens(), file.cache()), (&[saved.clone()][..], Some(&**cache)));
             let mut held = file.restore_prompt(model, own, &on, Checkpoints::All).unwrap();
-            // The token after what is shared differs.
+            // The first token after the shared ones differs.
             let shared = shared.min(saved.len());
             let mut prompt = [&saved[..shared], &other[shared..shared + more]].concat();
             if let (Some(id), Some(saved)) = (prompt.get_mut(shared), saved.get(shared)) {
@@ -134,11 +133,11 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
         }
     }
     let n = 40 * caches.len();
-    let told = format!("{reused} tokens reused and {cut} caches cut back in {n}");
-    assert!(reused > 5 * n && cut > n / 10, "{told}: too few");
+    let counts = format!("{reused} tokens reused and {cut} caches cut back in {n}");
+    assert!(reused > 5 * n && cut > n / 10, "{counts}: too few");
 }
 
-/// 200 splits together: learned positions, rotary ones, sinks of the model, and windows in some
+/// These 200 splits cover learned positions, rope, learned sinks, and sliding windows in some
 /// layers and in all.
 #[test]
 fn resumed_texts_of_gpt2() {
@@ -165,15 +164,14 @@ fn resumed_texts_of_mistral() {
     resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 7);
 }
 
-/// Prompts that pass in chunks: the same bits as of a cache that is given the same chunks up to a
-/// checkpoint.
+/// Prefill in chunks gives the same bits as a cache with the same chunks up to a checkpoint.
 #[test]
 fn checkpoints_of_chunks_are_exact() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
     let ids = text(200, 3);
-    // Checkpoints are 0, 16 and 128 tokens before the end; where a window keeps as much in each as
-    // in the cache, the last is left out.
+    // Checkpoints are 0, 16 and 128 tokens before the end. With a sliding window, each is as large
+    // as the cache, so the last is left out.
     let far = &[
         (150, 150, &[22, 122, 134, 150][..]),
         (148, 134, &[22, 122, 134]),
@@ -219,9 +217,9 @@ fn checkpoints_of_chunks_are_exact() {
     }
 }
 
-/// A float cache goes back to any length without a checkpoint, and its file has none.
+/// A float cache is cut back to any length without a checkpoint, and its file has none.
 #[test]
-fn caches_that_go_back_anywhere_have_no_checkpoints() {
+fn float_caches_need_no_checkpoints() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prompt.safetensors");
     let model = load(tiny("llama-tiny"), &on).unwrap().model;
@@ -240,9 +238,9 @@ fn caches_that_go_back_anywhere_have_no_checkpoints() {
     }
 }
 
-/// What has passed when a prompt is stopped is a cache that goes on.
+/// The tokens of a stopped prefill form a valid cache.
 #[test]
-fn a_stopped_prefill_keeps_what_has_passed() {
+fn a_stopped_prefill_keeps_its_tokens() {
     let on = device();
     let model = load(tiny("llama-tiny"), &on).unwrap().model;
     let ids = text(60, 5);
@@ -296,9 +294,9 @@ fn prompts_and_caches_that_do_not_fit_are_refused() {
     assert_eq!(held.tokens(), [1, 2, 3]);
 }
 
-/// Files of the first version have neither checkpoints nor the kind of weights.
+/// Files of version 1 have no checkpoints and no storage of weights.
 #[test]
-fn a_saved_cache_without_checkpoints_is_a_prompt_cache_too() {
+fn files_of_version_1_restore_prompt_caches() {
     let saved = Saved::new("llama-tiny");
     let file = SavedCache::open(saved.path()).unwrap();
     let on = device();
@@ -307,6 +305,6 @@ fn a_saved_cache_without_checkpoints_is_a_prompt_cache_too() {
     assert_eq!(file.cache(), None);
     let longer = [&saved.text[..], &[1]].concat();
     assert_eq!(held.reuse(&longer).unwrap(), 30);
-    // Values of the residual cannot come back, but the sinks are there.
+    // The residual cannot be restored, but sinks can.
     assert_eq!(held.reuse(&saved.text[..20]).unwrap(), 3);
 }

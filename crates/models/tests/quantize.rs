@@ -231,7 +231,10 @@ fn damaged_weights_are_named() {
     let cases: Vec<(Change<'_>, Vec<&str>)> = vec![
         (rename("_scale", "_scales"), vec!["up_proj.weight_scale is missing"]),
         (rename("_packed", "_codes"), vec!["up_proj.weight"]),
-        (rename("_zero_point", "_g_idx"), vec!["up_proj.weight_g_idx", "not part of the Llama model"]),
+        (
+            rename("_zero_point", "_g_idx"),
+            vec!["up_proj.weight_g_idx", "not part of the Llama model"],
+        ),
         (
             Box::new(|header, _| {
                 let shape = header[key("_packed")]["shape"].clone();

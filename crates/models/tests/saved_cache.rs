@@ -1,6 +1,6 @@
-//! Caches in files go on bit for bit, and those that are not of this model, cache or text are refused.
+//! Saved caches continue bit for bit. Other models, caches and texts are refused.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(clippy::print_stderr, reason = "a test that is skipped says so")]
+#![allow(clippy::print_stderr, reason = "a skipped test prints the reason")]
 
 mod common;
 
@@ -19,7 +19,7 @@ use kv_models::{
 };
 use serde_json::json;
 
-/// Every kind of cache, and every kind of layer: windows, sinks, learned positions, scaled frequencies.
+/// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
 const MODELS: [&str; 5] =
     ["llama-tiny", "gemma3-tiny", "gpt-oss-tiny", "gpt2-tiny", "mistral-swa-tiny"];
 const CACHES: [&str; 8] = [
@@ -33,9 +33,9 @@ const CACHES: [&str; 8] = [
     "k2v2-g16-r16",
 ];
 
-/// Saved after every number of tokens, read again, and continued beside the cache that never was in a file, token by
+/// Saves and restores after every number of tokens. Continues beside the original cache, token by
 /// token and with a chunk.
-fn goes_on_bit_for_bit(
+fn continues_bit_for_bit(
     on: &Device,
     models: &[&str],
     caches: &[&str],
@@ -76,8 +76,8 @@ fn goes_on_bit_for_bit(
 }
 
 #[test]
-fn goes_on_bit_for_bit_at_every_offset() {
-    goes_on_bit_for_bit(&device(), &MODELS, &CACHES, |seed| match seed {
+fn restored_caches_continue_at_every_length() {
+    continues_bit_for_bit(&device(), &MODELS, &CACHES, |seed| match seed {
         0 => (1..64).collect(),
         _ => (1..64).step_by(5).collect(),
     });
@@ -85,11 +85,11 @@ fn goes_on_bit_for_bit_at_every_offset() {
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn goes_on_bit_for_bit_on_a_gpu() {
+fn restored_caches_continue_on_a_gpu() {
     let Some(on) = gpu() else { return };
-    // Compiling the kernels of each kind of cache takes a software driver long.
+    // A software driver compiles the kernels of each cache slowly.
     let caches = ["float", "k4v2-g16-r16-s3-after"];
-    goes_on_bit_for_bit(&on, &["llama-tiny", "gemma3-tiny"], &caches, |seed| vec![3 + seed, 41]);
+    continues_bit_for_bit(&on, &["llama-tiny", "gemma3-tiny"], &caches, |seed| vec![3 + seed, 41]);
 }
 
 #[cfg(feature = "wgpu")]
@@ -105,11 +105,11 @@ fn gpu() -> Option<kv_models::kv_cubecl::On<kv_models::kv_cubecl::Wgpu>> {
     }
 }
 
-/// What one device saved is what another saves again, byte for byte, and it goes on there with the same numbers but for
-/// rounding.
+/// A cache saved on one device is saved byte for byte by another, and continues there with the same
+/// numbers except for rounding.
 #[cfg(feature = "wgpu")]
 #[test]
-fn one_device_goes_on_from_another() {
+fn caches_move_between_devices() {
     let Some(gpu) = gpu() else { return };
     let cpu = device();
     let scratch = tempfile::tempdir().unwrap();
@@ -139,9 +139,9 @@ fn one_device_goes_on_from_another() {
     }
 }
 
-/// Another capacity is room, and nothing else.
+/// Another capacity changes nothing else.
 #[test]
-fn any_capacity_serves() {
+fn any_capacity_restores() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
     let path = scratch.path().join("prefix");
     let text = text(64, 3);
@@ -206,14 +206,14 @@ fn batches_and_empty_caches_are_saved() {
 }
 
 #[test]
-fn what_is_not_as_it_was_is_named() {
+fn other_models_and_caches_are_named() {
     let saved = Saved::new("llama-tiny");
     let on = device();
     assert!(
         SavedCache::open(saved.path()).unwrap().restore(&saved.model, saved.config, &on).is_ok()
     );
 
-    // Other models: another family, other weights, the same weights kept otherwise.
+    // Other models: another family, other weights, the same weights in another type.
     let other = load(tiny("gpt2-tiny"), &on).unwrap().model;
     saved.refused(&other, config("k4v2-g16-r16-s3", 48), &["model.decoder = Llama", "the-maker"]);
     let tuned = common::with_tensors("llama-tiny", |tensors| {
@@ -222,20 +222,20 @@ fn what_is_not_as_it_was_is_named() {
         values.iter_mut().for_each(|value| *value *= 1.0 + 1e-6);
     });
     let tuned = load(tuned.path(), &on).unwrap().model;
-    let own = &["model = the-maker", "weights are not those of this model", "load the model that"];
+    let own = &["model = the-maker", "weights differ from this model's", "load the model that"];
     saved.refused(&tuned, saved.config, own);
     let half = LoadOptions::default().with_dtype(WeightDtype::Bf16);
     let half = load_with(tiny("llama-tiny"), &on, half).unwrap().model;
     let kind = &["weights = f32", "this model has bf16 weights", "same --weights and --dtype"];
     saved.refused(&half, saved.config, kind);
 
-    // Another rotary encoding of the same weights.
+    // Another rope with the same weights.
     let rope = common::with_config("llama-tiny", |config| {
         config["rope_parameters"]["rope_theta"] = json!(12345.0)
     });
     let rope = load(rope.path(), &on).unwrap().model;
     saved.refused(&rope, saved.config, &["ropes.0 = ", "channels", "another rope"]);
-    // Another window.
+    // Another sliding window.
     let window = common::with_config("llama-tiny", |config| {
         config["model_type"] = json!("mistral");
         config["sliding_window"] = json!(20);
@@ -247,19 +247,19 @@ fn what_is_not_as_it_was_is_named() {
     for name in
         ["float", "k4v4-g16-r16-s3", "k4v2-g16-r16", "k4v2-g16-r16-s3-f16", "k4v2-g16-r32-s3"]
     {
-        let asked = format!("{name} is asked for; use the same --cache");
+        let asked = format!("{name} is requested; use the same --cache");
         let parts = &["layers.0.cache = k4v2-g16-r16-s3: ", &asked];
         saved.refused(&saved.model, config(name, 48), parts);
     }
     let mixed = kv_models::ModelCacheConfig::from(saved.config).with_float_layers([1]);
     let opened = SavedCache::open(saved.path()).unwrap();
     let error = opened.restore(&saved.model, mixed, &on).unwrap_err().to_string();
-    assert_contains(&error, &["layers.1.cache = k4v2-g16-r16-s3: float is asked for"]);
+    assert_contains(&error, &["layers.1.cache = k4v2-g16-r16-s3: float is requested"]);
 }
 
-/// Longrope has two sets of frequencies, and the room for tokens chooses.
+/// Longrope has two sets of frequencies; the capacity selects one.
 #[test]
-fn a_capacity_that_changes_the_rotary_encoding_is_refused() {
+fn a_capacity_that_changes_rope_is_refused() {
     let on = device();
     let model = load(tiny("phi4-tiny"), &on).unwrap().model;
     let scratch = tempfile::tempdir().unwrap();
@@ -276,7 +276,7 @@ fn a_capacity_that_changes_the_rotary_encoding_is_refused() {
 }
 
 #[test]
-fn packed_weights_are_told_from_restored_ones_and_from_others() {
+fn packed_and_restored_weights_are_distinguished() {
     let on = device();
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");

@@ -1,4 +1,4 @@
-//! Files that are not what was written, or that contradict themselves, are no caches; and none is half written.
+//! Damaged and contradictory files are refused, and no partial file is left.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -14,7 +14,7 @@ use kv_models::{SavedCache, load};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use serde_json::{Value, json};
 
-/// Every byte that is changed and every length that is cut off is noticed.
+/// Every changed byte and every truncation is detected.
 #[test]
 fn damaged_files_are_refused() {
     let saved = Saved::new("llama-tiny");
@@ -48,7 +48,7 @@ fn damaged_files_are_refused() {
     assert_contains(&error, &["none: not found"]);
 }
 
-/// A file of tensors as safetensors writes it, with its own checksums, so that what they do not notice is checked too.
+/// Writes a safetensors file with valid checksums, to reach the checks after them.
 fn forge(path: &Path, change: impl FnOnce(&mut Value, &mut Vec<Named>)) {
     let bytes = fs::read(path).unwrap();
     let n = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -91,7 +91,7 @@ fn forge(path: &Path, change: impl FnOnce(&mut Value, &mut Vec<Named>)) {
     fs::write(path, file).unwrap();
 }
 
-/// Name, type, shape and bytes of a tensor.
+/// The name, type, shape and bytes of a tensor.
 type Named = (String, Value, Value, Vec<u8>);
 
 #[test]
@@ -103,7 +103,7 @@ fn files_that_contradict_themselves_are_refused() {
         let opened = SavedCache::open(saved.path())?;
         opened.restore(&saved.model, saved.config, &on)
     };
-    assert!(forged(&|_, _| ()).is_ok(), "what is forged unchanged is whole");
+    assert!(forged(&|_, _| ()).is_ok(), "an unchanged forgery is accepted");
     let first_version = forged(&|said, _| {
         said["version"] = json!(1);
         drop(said["model"].as_object_mut().unwrap().remove("kept").unwrap());
@@ -171,8 +171,8 @@ fn files_that_contradict_themselves_are_refused() {
     }
 }
 
-/// Random changes of what the file says, with checksums that are right, neither panic nor give a cache that cannot be
-/// continued.
+/// Random changes of the metadata, with valid checksums, never panic, and every accepted cache can
+/// be continued.
 #[test]
 fn forged_files_never_panic() {
     let saved = Saved::new("llama-tiny");
@@ -201,11 +201,11 @@ fn forged_files_never_panic() {
             pass(&saved.model, &mut cache, &[1], &on);
         }
     }
-    // Those whose number is what it was.
+    // Some changes are accepted because they do not change the number of tokens.
     assert!(accepted < 80, "{accepted} of 400 forged files are accepted");
 }
 
-/// Where there are numbers.
+/// Lists the paths of numbers.
 fn numbers_in(value: &Value, at: String, places: &mut Vec<String>) {
     match value {
         Value::Number(_) => places.push(at),
@@ -220,16 +220,16 @@ fn numbers_in(value: &Value, at: String, places: &mut Vec<String>) {
     }
 }
 
-/// What was there stays, and nothing is left beside it.
+/// The old file stays, and nothing is left beside it.
 #[test]
-fn a_file_that_cannot_be_written_leaves_what_was_there() {
+fn a_failed_write_keeps_the_old_file() {
     let saved = Saved::new("llama-tiny");
     let on = device();
     let mut cache =
         SavedCache::open(saved.path()).unwrap().restore(&saved.model, saved.config, &on).unwrap();
     pass(&saved.model, &mut cache, &[5], &on);
     let tokens = [&saved.text[..], &[5]].concat();
-    // A folder is in the place.
+    // The path is a folder.
     let taken = saved.scratch.path().join("taken");
     fs::create_dir(&taken).unwrap();
     let error = cache.save(&taken, &saved.model, "it", &[&tokens]).unwrap_err().to_string();
@@ -240,11 +240,11 @@ fn a_file_that_cannot_be_written_leaves_what_was_there() {
     assert_contains(&error.to_string(), &["no/folder", "cannot write"]);
     #[cfg(unix)]
     {
-        // What is no file stays what it is.
+        // The path is not a regular file.
         let socket = saved.scratch.path().join("socket");
         let _bound = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let error = cache.save(&socket, &saved.model, "it", &[&tokens]).unwrap_err().to_string();
-        assert_contains(&error, &["socket", "is no regular file"]);
+        assert_contains(&error, &["socket", "is not a regular file"]);
         fs::remove_file(socket).unwrap();
     }
     let names = || {
@@ -254,7 +254,7 @@ fn a_file_that_cannot_be_written_leaves_what_was_there() {
         names
     };
     assert_eq!(names(), ["prefix.safetensors", "taken"]);
-    // By a link, in its own place.
+    // The path is a link to another file.
     #[cfg(unix)]
     {
         let link = saved.scratch.path().join("link");
@@ -264,16 +264,16 @@ fn a_file_that_cannot_be_written_leaves_what_was_there() {
         assert_eq!(SavedCache::open(saved.path()).unwrap().tokens(), std::slice::from_ref(&tokens));
         fs::remove_file(link).unwrap();
     }
-    // In its own place.
+    // The path is the file that the cache was restored from.
     cache.save(saved.path(), &saved.model, "it", &[&tokens]).unwrap();
     assert_eq!(SavedCache::open(saved.path()).unwrap().tokens(), [tokens]);
     assert_eq!(names(), ["prefix.safetensors", "taken"]);
 }
 
-/// Writes fail when the file reaches the limit of the process, as they do on a full disk.
+/// Writes fail at the process's limit of file size, as on a full disk.
 #[cfg(unix)]
 #[test]
-fn a_full_disk_leaves_no_half_file() {
+fn a_full_disk_leaves_no_partial_file() {
     const FOLDER: &str = "KV_MODELS_TEST_FULL_DISK";
     let prefix = |folder: &Path| folder.join("prefix.safetensors");
     if let Some(folder) = std::env::var_os(FOLDER) {
@@ -291,8 +291,9 @@ fn a_full_disk_leaves_no_half_file() {
     assert!(before.len() > 8192);
     let output = std::process::Command::new("sh")
         .arg("-c")
-        // Blocks of 512 or 1024 bytes; the signal would end the process before the error.
-        .arg("trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact a_full_disk_leaves_no_half_file")
+        // The limit is in blocks of 512 or 1024 bytes. Without the trap, the signal ends the
+        // process before the error.
+        .arg("trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact a_full_disk_leaves_no_partial_file")
         .arg(std::env::current_exe().unwrap())
         .env(FOLDER, saved.scratch.path())
         .output()

@@ -1,4 +1,4 @@
-//! The tiny world model against the authors' code: all frames at once, and through a ring of frames.
+//! The tiny world model equals the authors' code, in parallel and with a ring of frames.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
@@ -22,7 +22,7 @@ fn world() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/world/gamerft-tiny")
 }
 
-/// What the authors' code makes of what it is given.
+/// The inputs and outputs of the authors' code.
 struct Expected {
     bytes: Vec<u8>,
     device: Device,
@@ -60,7 +60,7 @@ fn largest<const D: usize>(x: Tensor<D>) -> f32 {
     x.abs().max().into_scalar::<f32>()
 }
 
-/// All frames of the file's noise through a ring.
+/// Streams all frames of the file's noise through a ring.
 fn stream(folder: &Path, format: KvCacheConfig, device: &Device) -> (Tensor<5>, CausvidPipeline) {
     let expected = Expected::of(folder, device);
     let (noise, controls) = (expected.tensor::<5>("noise"), expected.controls());
@@ -108,10 +108,10 @@ fn golden_worlds_on_wgpu() {
     check_golden(&kv_models::kv_cubecl::On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
 }
 
-/// Through a ring that loses no frame, each frame as clean as in the parallel pass, both give the same numbers, whatever
-/// the frames before are stored as.
+/// With a ring that holds all frames, at the noise levels of the parallel form, both give the same
+/// numbers for every format.
 #[test]
-fn steps_equal_the_parallel_pass() {
+fn steps_equal_the_parallel_form() {
     let device = device();
     let expected = Expected::of(&world(), &device);
     let model = GameRft::load(world(), &device).unwrap();
@@ -140,20 +140,20 @@ fn steps_equal_the_parallel_pass() {
                 x: Tensor::random(input.x.dims(), Distribution::Default, &device),
                 ..input.clone()
             };
-            // What is peeked at leaves no trace, and what is written over neither.
+            // Neither a peeked nor an overwritten frame leaves a trace.
             model.step(noise.clone(), &mut cache, Store::Peek).unwrap();
             model.step(noise, &mut cache, Store::Update).unwrap();
             steps.push(model.step(input, &mut cache, Store::Rewrite).unwrap());
         }
         let most = largest(parallel.clone());
         let worst = max_difference(Tensor::cat(steps, 1), parallel);
-        // Where a number is rounded to another code, because sums run in another order, more is off.
+        // Another summation order can change a code.
         let tolerance = if format.is_quantized() { 2e-3 } else { 5e-5 };
         assert!(worst <= tolerance * most, "{name}: {worst} of {most}");
     }
 }
 
-/// Two halves of a batch play as they would alone, and noise is that of the seed.
+/// A batch of two streams equals each stream alone, and the noise depends on the seed.
 #[test]
 fn a_pipeline_is_a_function_of_its_seed() {
     let device = device();
@@ -176,7 +176,7 @@ fn a_pipeline_is_a_function_of_its_seed() {
     assert!(first[4].iter::<f32>().all(f32::is_finite));
 }
 
-/// A checkpoint that is read and written gives the same numbers, also with the names of the training loop.
+/// A saved checkpoint gives the same numbers, also with the names of the training loop.
 #[test]
 fn saved_worlds_load() {
     let device = device();
@@ -201,7 +201,7 @@ fn saved_worlds_load() {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn errors_name_the_field() {
     let device = device();
     for (field, value, wanted) in [
         ("n_layers", json!(5), "tensor transformer.blocks.4.adaln1.fc.weight is missing"),
@@ -271,11 +271,11 @@ fn wrong_inputs_change_nothing() {
         pipeline.with_levels(levels).unwrap_err().to_string()
     };
     for levels in [&[][..], &[0.5], &[1.0, 1.0], &[1.0, -0.1], &[1.0, f32::NAN]] {
-        assert!(rejects(levels).contains("must begin with 1 and fall"), "{levels:?}");
+        assert!(rejects(levels).contains("must start at 1, decrease"), "{levels:?}");
     }
 }
 
-/// Inputs of 16 bits give what their numbers give in f32, which is what all is computed in.
+/// Inputs of 16 bits give the results of the same numbers in f32.
 #[test]
 fn inputs_of_sixteen_bits_are_computed_in_f32() {
     fn controls(Controls { mouse, buttons }: Controls, dtype: DType) -> Controls {
@@ -319,9 +319,9 @@ fn inputs_of_sixteen_bits_are_computed_in_f32() {
     }
 }
 
-/// A frame that does not fit is refused before it is mixed with noise.
+/// A frame of another shape is refused before noise is added.
 #[test]
-fn a_frame_that_does_not_fit_is_not_seen() {
+fn a_frame_of_another_shape_is_refused() {
     let device = device();
     let model = GameRft::load(world(), &device).unwrap();
     let cache = model.new_cache(KvCacheConfig::float(), Frames(3), 1, &device).unwrap();
@@ -336,7 +336,7 @@ fn a_frame_that_does_not_fit_is_not_seen() {
     }
 }
 
-/// Tensors of another device than the model's are refused by name, wherever they are given.
+/// Tensors on another device than the model's are refused by name in every argument.
 #[cfg(feature = "wgpu")]
 #[test]
 fn inputs_of_another_device_are_named() {
@@ -357,7 +357,7 @@ fn inputs_of_another_device_are_named() {
     let named = |error: Error, name: &str| {
         let Error::Argument { field, rule, .. } = &error else { panic!("{error}") };
         assert_eq!(*field, name, "{error}");
-        assert!(rule.contains("as the model is"), "{error}");
+        assert!(rule.contains("must be on the model's device"), "{error}");
     };
     for (name, input) in [
         ("x", input(&other, &device, &device, &device)),
@@ -378,10 +378,10 @@ fn inputs_of_another_device_are_named() {
     assert_eq!(pipeline.frames(), Frames(0));
 }
 
-/// Which noise level the frames of a cache are of is known of those that a pipeline stores, and one that stores others does
-/// not play on.
+/// The noise level of frames that a pipeline stored is known, and a pipeline with another level
+/// refuses them.
 #[test]
-fn a_pipeline_plays_on_from_frames_of_its_own_level() {
+fn a_pipeline_continues_only_frames_of_its_own_level() {
     let device = device();
     let model = GameRft::load(world(), &device).unwrap();
     let controls = Controls::of(&[([0.0, 0.0], &[false; 11])], &device).unwrap();
@@ -409,8 +409,8 @@ fn a_pipeline_plays_on_from_frames_of_its_own_level() {
     let held = first.cache().clone();
     assert_eq!((held.level(), held.written()), (Some(0.125), Frames(2)));
 
-    // Those of 0.25, which is the default, and of a level of which the number of steps does not count.
-    let rule = "must end with 0.125, at which the cache's frames were stored";
+    // The default level is 0.25. Only the last level matters, not the number of steps.
+    let rule = "must end with 0.125, the level of the cache's frames";
     refused(&mut pipeline(&held), rule);
     let error = pipeline(&held).with_levels(&[1.0, 0.0]).unwrap_err().to_string();
     assert!(error.contains("levels = [1.0, 0.0]") && error.contains(rule), "{error}");
@@ -421,7 +421,7 @@ fn a_pipeline_plays_on_from_frames_of_its_own_level() {
     assert_eq!(again.cache().level(), None);
     again.with_levels(&[1.0, 0.0]).unwrap().next_frame(&controls).unwrap();
 
-    // A step of the model alone: looking changes nothing, and what is stored is of a level that nobody has said.
+    // A step of the model alone: peeking changes nothing, and a stored frame has an unknown level.
     let input = Noised {
         x: Tensor::zeros([1, 1, 8, 4, 4], &device),
         t: Tensor::zeros([1, 1], &device),
@@ -431,15 +431,12 @@ fn a_pipeline_plays_on_from_frames_of_its_own_level() {
     model.step(input.clone(), &mut cache, Store::Peek).unwrap();
     assert_eq!(cache.level(), Some(0.125));
     let known = cache.clone().with_level(0.125).unwrap_err().to_string();
-    assert!(
-        known.contains("level = 0.125: the cache's frames are known to be of 0.125"),
-        "{known}"
-    );
+    assert!(known.contains("level = 0.125: the cache's frames have level 0.125"), "{known}");
     for store in [Store::Update, Store::Rewrite] {
         let mut cache = cache.clone();
         model.step(input.clone(), &mut cache, store).unwrap();
         assert_eq!(cache.level(), None);
-        refused(&mut pipeline(&cache), "of a level that is not known");
+        refused(&mut pipeline(&cache), "the cache's frames is unknown");
         for wrong in [-0.1, 1.5, f32::NAN] {
             let error = cache.clone().with_level(wrong).unwrap_err().to_string();
             assert!(error.contains("must be from 0 to 1"), "{error}");
@@ -450,7 +447,7 @@ fn a_pipeline_plays_on_from_frames_of_its_own_level() {
     assert!(error.contains("level = 0.25: the cache has no frames"), "{error}");
 }
 
-/// Every parameter has a gradient, and along a direction it is what the loss changes by.
+/// Every parameter has a gradient that predicts the change of the loss along it.
 #[cfg(feature = "autodiff")]
 #[test]
 fn gradients_reach_every_parameter() {
@@ -477,7 +474,7 @@ fn gradients_reach_every_parameter() {
             }
         }
     }
-    /// Goes along the gradient.
+    /// Moves parameters along the gradient.
     struct Moved<'a> {
         gradients: &'a Gradients,
         by: f64,
@@ -506,7 +503,7 @@ fn gradients_reach_every_parameter() {
         model.visit(&mut seen);
         assert_eq!(seen.without, 0, "{name}: parameters without a gradient");
         if format.is_quantized() {
-            // The true loss is a staircase there.
+            // The true loss is piecewise constant there.
             continue;
         }
         let at = |by: f64| {

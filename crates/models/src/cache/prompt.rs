@@ -1,6 +1,6 @@
-//! A text in a cache, of which the next text reuses the longest prefix.
+//! [`PromptCache`]: a cache that reuses the longest common prefix of successive prompts.
 
-use std::{iter, ops::Range, path::Path};
+use std::{iter, ops::Range};
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_cubecl::{
@@ -9,33 +9,32 @@ use kv_cubecl::{
 };
 use tracing::trace_span;
 
-use super::{ModelCache, SavedAs, check_context};
+use super::{ModelCache, check_context};
 use crate::{
     Error, GenerateOptions, Generated, LanguageModel, Result,
     generate::{decode, finish, ids_to_tensor, last_logits},
     spans::PHASE,
 };
 
-/// How far before the end of a prompt its checkpoints are: close to where the next prompt is likely
-/// to differ. A text that differs `n` tokens before the end is computed again from at most 16 `n`
-/// before it.
+/// The distances of checkpoints from the end of a prompt. The next prompt is likely to differ near
+/// the end: one that differs `n` tokens before it is computed again from at most 16 `n` before it.
 const DISTANCES: [usize; 7] = [0, 16, 128, 1024, 8192, 65_536, 524_288];
 
-/// Where a [`PromptCache`] can be cut back to, beside the lengths that [`ModelCache::exact`]
-/// allows.
+/// The lengths that a [`PromptCache`] can be cut back to, in addition to those that
+/// [`ModelCache::exact`] allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checkpoints {
-    /// Nowhere else.
+    /// No other length.
     None,
-    /// At the end of each prompt.
+    /// The end of each prompt.
     Ends,
-    /// At the end of each prompt, and at growing distances before it, as many as take no more
-    /// memory than the cache.
+    /// The end of each prompt, and growing distances before it, while they take no more memory than
+    /// the cache.
     All,
 }
 
 impl Checkpoints {
-    /// How far before the end of a prompt they are, ascending.
+    /// Returns the distances from the end of a prompt, ascending.
     fn distances(self) -> &'static [usize] {
         match self {
             Self::None => &[],
@@ -45,27 +44,26 @@ impl Checkpoints {
     }
 }
 
-/// A [`ModelCache`] of one sequence with its tokens, which is cut back to what the next prompt
-/// shares with them.
+/// A [`ModelCache`] of one sequence and its tokens. It is cut back to the prefix that the next
+/// prompt shares with them.
 ///
-/// A cache that quantizes loses the recent tokens in float as it grows, and one with a sliding
-/// window the tokens before it. So [checkpoints](Checkpoints) keep them as they were at some
-/// lengths: a cache that goes on from one gives the logits of a cache that was never longer.
+/// A quantized cache loses its recent float tokens as it grows, and a sliding window loses the
+/// tokens before it. [Checkpoints] keep copies of them at some lengths. A cache that continues from
+/// a checkpoint gives the same logits as a cache that was never longer.
 #[derive(Clone, Debug)]
 pub struct PromptCache {
-    cache: ModelCache,
-    tokens: Vec<u32>,
-    /// Ascending by their lengths.
-    checkpoints: Vec<Checkpoint>,
+    pub(super) cache: ModelCache,
+    pub(super) tokens: Vec<u32>,
+    /// Sorted by length.
+    pub(super) checkpoints: Vec<Checkpoint>,
     taken: Checkpoints,
 }
 
 impl PromptCache {
-    /// No tokens yet.
+    /// Creates a prompt cache without tokens.
     ///
     /// # Errors
-    ///
-    /// A cache that holds tokens, or of another batch than 1.
+    /// Fails for a cache that holds tokens or has another batch than 1.
     pub fn new(cache: ModelCache, taken: Checkpoints) -> Result<Self> {
         if cache.batch() != 1 {
             return Err(Error::argument("batch", cache.batch(), "must be 1 for a prompt cache"));
@@ -77,7 +75,7 @@ impl PromptCache {
         Ok(Self { cache, tokens: vec![], checkpoints: vec![], taken })
     }
 
-    /// A cache that holds `tokens`.
+    /// Creates a prompt cache that holds `tokens`.
     pub(super) fn of_saved(
         cache: ModelCache,
         tokens: Vec<u32>,
@@ -87,23 +85,22 @@ impl PromptCache {
         Self { cache, tokens, checkpoints, taken }
     }
 
-    /// The tokens in the cache.
+    /// Returns the tokens in the cache.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// The cache.
+    /// Returns the cache.
     pub fn cache(&self) -> &ModelCache {
         &self.cache
     }
 
-    /// Cuts the cache back to the longest prefix of `prompt` that it can go on from exactly, and
-    /// returns how many tokens that are. At least the last token of `prompt` is left to compute.
+    /// Cuts the cache back to the longest prefix of `prompt` from which it continues exactly, and
+    /// returns its length. The last token of `prompt` is always left to compute.
     ///
     /// # Errors
-    ///
-    /// A prompt that exceeds the cache or the model, or a checkpoint that the device cannot hold.
-    /// The cache is then unchanged.
+    /// Fails for a prompt that exceeds the cache or the model, and for a checkpoint that does not
+    /// fit on the device. The cache is then unchanged.
     pub fn reuse(&mut self, prompt: &[u32]) -> Result<usize> {
         let pairs = self.tokens.iter().zip(prompt);
         let common = pairs.take_while(|(held, asked)| held == asked).count();
@@ -114,12 +111,11 @@ impl PromptCache {
         self.cut_back(shared)
     }
 
-    /// Cuts the cache back to its first `len` tokens, or to as many of them as it can exactly;
-    /// returns how many these are.
+    /// Cuts the cache back to `len` tokens, or to the largest smaller number that is exact, and
+    /// returns that number.
     ///
     /// # Errors
-    ///
-    /// A checkpoint that the device cannot hold. The cache is then unchanged.
+    /// Fails for a checkpoint that does not fit on the device. The cache is then unchanged.
     pub fn cut_back(&mut self, len: usize) -> Result<usize> {
         let len = len.min(self.tokens.len());
         let exact = self.cache.exact(0, len)?;
@@ -136,14 +132,13 @@ impl PromptCache {
         Ok(exact)
     }
 
-    /// Appends what `prompt` has beyond the tokens in the cache, `chunk` tokens per pass. Returns
-    /// the logits after the last token, `[1, vocab]`, or `None` if `proceed`, which is asked before
-    /// each pass, returned false.
+    /// Appends the rest of `prompt` after the tokens in the cache, `chunk` tokens at a time.
+    /// Returns the logits after the last token, `[1, vocab]`. `proceed` is called before each
+    /// chunk; `None` is returned if it returned false.
     ///
     /// # Errors
-    ///
-    /// A prompt that does not go on after the tokens in the cache, or that exceeds the cache or the
-    /// model; nothing is then appended.
+    /// Fails for a prompt that does not begin with the tokens in the cache, and for one that
+    /// exceeds the cache or the model. Nothing is then appended.
     pub fn prefill(
         &mut self,
         model: &LanguageModel,
@@ -188,13 +183,12 @@ impl PromptCache {
         Ok(logits)
     }
 
-    /// Continues the tokens in the cache, whose last one gave `logits`: see
-    /// [`generate`](crate::generate()). What was prefilled before is not counted.
+    /// Continues the tokens in the cache, as [`generate`](crate::generate()) does. `logits` are
+    /// those of the last token. Statistics do not include the prefill.
     ///
     /// # Errors
-    ///
-    /// Invalid sampling options, recording on a device that cannot record, or logits that are not
-    /// finite.
+    /// Fails for invalid sampling options, for graph capture on a device that does not support it,
+    /// and for logits that are not finite.
     pub fn generate(
         &mut self,
         model: &LanguageModel,
@@ -205,34 +199,17 @@ impl PromptCache {
     ) -> Result<Generated> {
         let text = self.tokens.clone();
         let tokens = &mut self.tokens;
-        let told = |id| {
+        let push = |id| {
             tokens.push(id);
             on_token(id)
         };
-        let generated = decode(model, &mut self.cache, text, logits, options, device, told);
-        // The last token is never appended.
+        let generated = decode(model, &mut self.cache, text, logits, options, device, push);
+        // The last token is never appended to the cache.
         self.tokens.truncate(self.cache.len());
         generated
     }
 
-    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on, with its
-    /// checkpoints.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`ModelCache::save`].
-    pub fn save(
-        &self,
-        path: impl AsRef<Path>,
-        model: &LanguageModel,
-        named: &SavedAs<'_>,
-    ) -> Result<()> {
-        // One at the end is the cache itself.
-        let n = self.checkpoints.partition_point(|checkpoint| checkpoint.len < self.tokens.len());
-        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints[..n])
-    }
-
-    /// The lengths at which a prompt of `len` tokens gets a checkpoint.
+    /// Returns the lengths at which a prompt of `len` tokens gets a checkpoint.
     fn marks(&self, len: usize) -> Result<Vec<usize>> {
         let layouts = |len: usize| {
             let layouts = self.cache.layers.iter().map(KvCache::layout);
@@ -252,8 +229,8 @@ impl PromptCache {
             for layout in layouts(mark) {
                 bytes += kept_bytes(&layout?);
             }
-            // A cache that can be cut back anywhere needs none. The one at the end is dropped by
-            // the next prompt.
+            // A cache that can be cut back to any length needs none. The next prompt drops the one
+            // at the end.
             if bytes == 0 || *distance > 0 && bytes > room {
                 break;
             }
@@ -265,8 +242,8 @@ impl PromptCache {
         Ok(marks)
     }
 
-    /// Drops checkpoints that are close to others, the closer the nearer these are to the end, so
-    /// that their number grows with the logarithm of the tokens.
+    /// Drops checkpoints that are close to others, more of them near the end, so that their number
+    /// grows with the logarithm of the tokens.
     fn thin_out(&mut self) {
         let end = self.tokens.len();
         let mut last: Option<usize> = None;
@@ -287,32 +264,32 @@ impl PromptCache {
     }
 }
 
-/// What a cache held at some length and does not hold any more when it is longer.
+/// The parts of a cache at some length that it loses as it grows.
 #[derive(Clone, Debug)]
 pub(super) struct Checkpoint {
     pub(super) len: usize,
-    /// For each layer, its [`kept`] parts, as a cache for no more than `len` tokens has them.
+    /// The [`kept`] parts of each layer, laid out as in a cache for `len` tokens.
     pub(super) layers: Vec<Vec<TensorData>>,
 }
 
-/// The parts of a layer's cache that a checkpoint keeps.
+/// Returns the parts of a layer's cache that a checkpoint keeps.
 pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
     let schedule = Schedule::new(config);
     match (schedule.sliding_window, schedule.is_exact_anywhere()) {
-        // A window overwrites what it has hidden.
+        // A sliding window overwrites the tokens that it no longer sees.
         (Some(_), _) => &["keys", "values", "floats"],
         (None, true) => &[],
         (None, false) => &["floats"],
     }
 }
 
-/// The elements of a slice's float rows that a checkpoint keeps: all of a window's, else those of
-/// the sides that are quantized, whose rings are short.
+/// Returns the elements of a slice's float rows that a checkpoint keeps: all of them with a sliding
+/// window, otherwise those of quantized sides, whose rings are short.
 fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
     if layout.schedule().sliding_window.is_some() {
         return iter::once(0..layout.float_elements()).collect();
     }
-    // A side that is quantized and never all at once has a ring.
+    // A quantized side has a ring, unless it is never quantized.
     let sides = Side::BOTH.map(|side| layout.sides()[side]);
     let quantized = sides.into_iter().filter(|side| side.spec.is_some());
     let elements =
@@ -320,12 +297,12 @@ fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
     elements.filter(|elements| !elements.is_empty()).collect()
 }
 
-/// The shape of the floats that a checkpoint keeps of a layer.
+/// Returns the shape of the floats that a checkpoint keeps of a layer.
 pub(super) fn kept_shape(layout: &CacheLayout) -> [usize; 2] {
     [layout.slices(), kept_elements(layout).iter().map(Range::len).sum()]
 }
 
-/// The bytes of what a checkpoint keeps of a layer.
+/// Returns the bytes that a checkpoint keeps of a layer.
 fn kept_bytes(layout: &CacheLayout) -> usize {
     match kept(layout.config()) {
         [] => 0,
@@ -364,7 +341,7 @@ impl Checkpoint {
         Ok(Self { len, layers })
     }
 
-    /// Cuts a cache that has grown since back to this.
+    /// Cuts a longer cache back to this checkpoint.
     fn restore(&self, cache: &mut ModelCache) -> Result<()> {
         let layers = cache.layers.iter().zip(&self.layers);
         cache.layers =
@@ -381,7 +358,7 @@ impl Checkpoint {
             return Ok(layer);
         };
         let device = layer.device();
-        // Codes stay, as of the first tokens of the longer cache.
+        // The codes of the first tokens are still in the longer cache.
         let now = CacheParts { lens: vec![len], ..layer.clone().into_parts() };
         let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
         let layout = *now.layout();

@@ -1,8 +1,8 @@
-//! Policies in files of JSON and TOML.
+//! Policies in JSON and TOML files.
 //!
-//! A file has `rules`, and may have a `name` and a `capacity`. A policy of one rule for all layers, and perhaps some
-//! layers in float, may also be the fields of [`KvCacheConfig`] and `float_layers`, as [`KV_CACHE_FILE`] beside the
-//! weights of a trained model has them.
+//! A file has `rules`, and optionally a `name` and a `capacity`. A policy with one rule for all
+//! layers, plus layers in float, is written as the fields of [`KvCacheConfig`] and `float_layers`.
+//! [`KV_CACHE_FILE`] beside the weights of a trained model has this form.
 
 use std::{
     collections::BTreeSet,
@@ -20,16 +20,15 @@ use strsim::osa_distance;
 use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule};
 use crate::{Error, Result, files};
 
-/// The file that says which cache a model was trained with, beside its weights.
+/// The file beside the weights that contains the cache a model was trained with.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
 
 impl ModelCacheConfig {
-    /// What a user names: the short name of a cache, a [preset](Self::preset), or a file of JSON or TOML, which ends in
-    /// `.json` or `.toml`, in capitals or not.
+    /// Resolves a user's name for a policy: the short name of a cache, a [preset](Self::preset), or
+    /// a JSON or TOML file, whose name ends in `.json` or `.toml` in any case.
     ///
     /// # Errors
-    ///
-    /// A name that is none of these, and those of [`read`](Self::read).
+    /// Fails for a name that is none of these, and as [`read`](Self::read) does.
     pub fn find(name: &str) -> Result<Self> {
         let path = Path::new(name);
         match is_toml(path) || ends_in(path, "json") {
@@ -41,7 +40,7 @@ impl ModelCacheConfig {
                         Some(preset) => format!("did you mean {preset}?"),
                         None if expected.starts_with("expected") => {
                             format!(
-                                "{expected}, or {}, or a file of .json or .toml",
+                                "{expected}, or {}, or a .json or .toml file",
                                 presets.join(", ")
                             )
                         }
@@ -54,13 +53,12 @@ impl ModelCacheConfig {
         }
     }
 
-    /// Reads a file of JSON, or of TOML if its name ends in `.toml`.
+    /// Reads a JSON file, or a TOML file if its name ends in `.toml`.
     ///
     /// # Errors
-    ///
-    /// [`Error::NotFound`] or [`Error::Io`] for a file that cannot be read, [`Error::Malformed`]
-    /// for one that is not of its format, and [`Error::Config`] naming a field that is missing,
-    /// unknown or wrong.
+    /// Fails with [`Error::NotFound`] or [`Error::Io`] for a file that cannot be read, with
+    /// [`Error::Malformed`] for a syntax error, and with [`Error::Config`] naming a field that is
+    /// missing, unknown or wrong.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let text = files::read_to_string(path)?;
@@ -73,11 +71,10 @@ impl ModelCacheConfig {
             .map_err(|WrongField { name, value, rule }| Error::config(path, name, value, rule))
     }
 
-    /// Reads TOML.
+    /// Parses TOML.
     ///
     /// # Errors
-    ///
-    /// Those of [`read`](Self::read), of a file `policy.toml`.
+    /// Fails as [`read`](Self::read) does for a file `policy.toml`.
     pub fn from_toml(text: &str) -> Result<Self> {
         let path = PathBuf::from("policy.toml");
         let fields = fields_of_toml(text);
@@ -86,17 +83,19 @@ impl ModelCacheConfig {
             .map_err(|WrongField { name, value, rule }| Error::config(&path, name, value, rule))
     }
 
-    /// The policy as TOML. Of a rule without a layer it is not read again.
+    /// Returns the policy as TOML. With a rule that has no layer, it cannot be read back.
     pub fn to_toml(&self) -> String {
-        // Only keys that are no strings and numbers beyond TOML's fail, and none is here.
+        // Serialization fails only for keys that are not strings and for numbers beyond TOML's
+        // range. A policy has neither.
         toml::to_string(self).unwrap_or_default()
     }
 
-    /// Writes a file of JSON, or of TOML if its name ends in `.toml`, whole or not at all.
+    /// Writes a JSON file, or a TOML file if its name ends in `.toml`. A partial file is never
+    /// left.
     ///
     /// # Errors
-    ///
-    /// [`Error::Write`], and [`Error::Config`] for a rule without a layer, which could not be read again.
+    /// Fails with [`Error::Write`], and with [`Error::Config`] for a rule without a layer, which
+    /// could not be read back.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         for (i, LayerRule { layers, .. }) in self.rules.iter().enumerate() {
@@ -115,7 +114,7 @@ fn is_toml(path: &Path) -> bool {
     ends_in(path, "toml")
 }
 
-/// Whether a file's name has this extension, in capitals or not.
+/// Returns whether a file's name has this extension, in any case.
 fn ends_in(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|it| it.eq_ignore_ascii_case(extension))
 }
@@ -128,7 +127,7 @@ fn fields_of_toml(text: &str) -> Result<Map<String, Value>, String> {
     })
 }
 
-/// The fields of a policy that one cache and float layers do not say.
+/// The fields of a policy that one cache and float layers cannot express.
 #[derive(Serialize)]
 struct PolicyFields<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -153,7 +152,7 @@ struct RuleFields {
     start: Option<usize>,
 }
 
-/// A cache by its short name, or where that does not say all of it, as of groups in float, by its fields.
+/// A cache by its short name, or by its fields if the name is incomplete, as for groups in float.
 #[derive(Serialize)]
 #[serde(untagged, expecting = "must be a cache's short name or its fields")]
 enum Cache {
@@ -161,7 +160,7 @@ enum Cache {
     Fields(Map<String, Value>),
 }
 
-/// The fields of a policy of one cache.
+/// The fields of a policy with one cache.
 #[derive(Serialize)]
 struct OneCache {
     #[serde(flatten)]
@@ -175,8 +174,8 @@ impl From<&LayerRule> for RuleFields {
         match rule.stores {
             Stores::Cache(cache) => {
                 let name = cache.to_string();
-                let said = name.parse::<KvCacheConfig>().is_ok_and(|said| said == cache);
-                let cache = match (said, serde_json::to_value(cache)) {
+                let complete = name.parse::<KvCacheConfig>().is_ok_and(|parsed| parsed == cache);
+                let cache = match (complete, serde_json::to_value(cache)) {
                     (false, Ok(Value::Object(mut fields))) => {
                         fields.remove("capacity");
                         Cache::Fields(fields)
@@ -211,13 +210,14 @@ impl<'de> Deserialize<'de> for ModelCacheConfig {
 }
 
 impl ModelCacheConfig {
-    /// The fields of one cache, if they say all.
+    /// Returns the fields of a policy with one cache; `None` if they cannot express it.
     fn one_cache(&self) -> Option<OneCache> {
         let ([first, rest @ ..], None) = (&self.rules[..], &self.name) else { return None };
         let float_layers = match rest {
             [] => BTreeSet::new(),
             [rule] if rule.is_float() => {
-                // As they are read again: sorted, and each once.
+                // Reading sorts the layers and removes duplicates, so only such lists have this
+                // form.
                 let numbers = rule.layers.numbers()?;
                 numbers.is_sorted_by(|a, b| a < b).then(|| numbers.into_iter().collect())?
             }
@@ -231,8 +231,7 @@ impl ModelCacheConfig {
         }
     }
 
-    /// Reads the fields one by one, because serde's own messages name a field only when it is
-    /// missing.
+    /// Reads the fields one by one, because serde's messages name a field only when it is missing.
     fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
         let policy = match ["key_format", "value_format", "key_bits", "value_bits"]
             .iter()
@@ -248,7 +247,7 @@ impl ModelCacheConfig {
             false => {
                 let rules: Vec<Value> = required(&mut fields, "rules")?;
                 if rules.is_empty() {
-                    return Err(WrongField::new("rules", "[]", "needs one rule at least"));
+                    return Err(WrongField::new("rules", "[]", "must have at least one rule"));
                 }
                 let rule = |(i, value)| {
                     rule_of(value).map_err(|WrongField { name, value, rule }| WrongField {
@@ -275,7 +274,7 @@ impl ModelCacheConfig {
     }
 }
 
-/// Names of fields that earlier versions wrote, and those they have now.
+/// Field names of earlier versions, and the current names.
 const OLD_NAMES: [(&str, &str); 5] = [
     ("key_bits", "key_format"),
     ("value_bits", "value_format"),
@@ -284,7 +283,7 @@ const OLD_NAMES: [(&str, &str); 5] = [
     ("window", "sliding_window"),
 ];
 
-/// The fields of a cache but for its capacity.
+/// Takes the fields of a cache, except for its capacity.
 fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField> {
     for (old, name) in OLD_NAMES {
         if let Some(value) = fields.remove(old)
@@ -296,7 +295,7 @@ fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField
     let keys: KvFormat = required(fields, "key_format")?;
     let values: KvFormat = required(fields, "value_format")?;
     let flush: Flush = required(fields, "flush")?;
-    // What is `flush: group` now.
+    // Earlier versions wrote `sliding` for `flush: group`.
     let by_group = optional(fields, "sliding")?.unwrap_or_default();
     Ok(KvCacheConfig::new(keys, values)
         .with_group_size(required(fields, "group_size")?)
@@ -311,23 +310,23 @@ fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField
 
 fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
     let Value::Object(mut fields) = value else {
-        return Err(WrongField::new("", value, "a rule is a table of fields"));
+        return Err(WrongField::new("", value, "must be a table"));
     };
     let layers = match fields.remove("layers") {
         None => Layers::all(),
         Some(value) => layers_of(&value).map_err(|rule| WrongField::new("layers", value, rule))?,
     };
-    let stores = match said(&fields)? {
+    let stores = match stored_field(&fields)? {
         "cache" => Stores::Cache(named_cache(fields.remove("cache").unwrap_or_default())?),
         "format" => format_of(&mut fields)?,
         _ => Stores::Start(required(&mut fields, "start")?),
     };
     let [side, hadamard] = match stores {
         Stores::Cache(_) => [
-            "a cache is of both sides; a side has a format",
-            "the name of a cache says it: -hadk, -hadv",
+            "a cache sets both sides; use format for one side",
+            "use -hadk or -hadv in the name of the cache",
         ],
-        _ => ["both sides keep the same tokens in float", FLOAT_HAS_NO_HADAMARD],
+        _ => ["start applies to both sides", FLOAT_HAS_NO_HADAMARD],
     };
     for (name, rule) in [("side", side), ("hadamard", hadamard), ("rotate", hadamard)] {
         if let Some(value) = fields.remove(name) {
@@ -338,22 +337,21 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
     Ok(LayerRule { layers, stores })
 }
 
-/// Which field says what a rule stores. A rule has one of them: what follows of two is said by two rules, whose order
-/// says which has the last word.
-fn said(fields: &Map<String, Value>) -> Result<&'static str, WrongField> {
+/// Returns the field that contains what a rule stores. A rule has exactly one: the order of two
+/// fields would be ambiguous, so they take two rules.
+fn stored_field(fields: &Map<String, Value>) -> Result<&'static str, WrongField> {
     let has = |name: &&str| fields.contains_key(*name);
     match ["cache", "format", "start"].into_iter().filter(has).collect::<Vec<_>>()[..] {
         [one] => Ok(one),
-        [] => Err(WrongField::new("cache", "missing", "a rule has a cache, a format or a start")),
+        [] => Err(WrongField::new("cache", "missing", "a rule needs a cache, a format or a start")),
         [first, ..] => {
-            let rule = "a rule has either a cache, which is all of it, or a format, which is of a side \
-                        or of both, or a start";
+            let rule = "a rule can have only one of cache, format and start";
             Err(WrongField::new(first, &fields[first], rule))
         }
     }
 }
 
-/// A cache by its short name or by its fields.
+/// Parses a cache from its short name or its fields.
 fn named_cache(cache: Value) -> Result<KvCacheConfig, WrongField> {
     match cache {
         Value::String(name) => {
@@ -367,7 +365,7 @@ fn named_cache(cache: Value) -> Result<KvCacheConfig, WrongField> {
     }
 }
 
-/// The format of a side, or of both.
+/// Takes the format of one side or of both.
 fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
     let format: KvFormat = required(fields, "format")?;
     let side = match optional::<String>(fields, "side")?.as_deref() {
@@ -389,7 +387,7 @@ fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
 
 const FLOAT_HAS_NO_HADAMARD: &str = "only quantized sides have a Hadamard transform";
 
-/// Layers as a number, a text, or a list of these.
+/// Parses layers from a number, a string, or a list of these.
 fn layers_of(value: &Value) -> Result<Layers, String> {
     let one = |value: &Value| match value {
         Value::Number(number) => Ok(number.to_string()),

@@ -1,11 +1,11 @@
-//! Layers of a model by their numbers, from either end.
+//! Sets of layers, counted from either end of a model.
 
 use core::{fmt, ops::Range, str::FromStr};
 
 /// Some layers of a model, counted from 0, or from the end: -1 is the last.
 ///
-/// Its text is a list of layers and of ranges, whose ends do not belong to them: `0`, `-1`, `0,29`, `0..4` (the first
-/// four), `-4..` (the last four), `2..-2` (all but two at either end), `..` (all).
+/// Its text is a list of layers and half-open ranges: `0`, `-1`, `0,29`, `0..4` (the first four),
+/// `-4..` (the last four), `2..-2` (all except two at each end), `..` (all).
 ///
 /// ```
 /// use kv_models::Layers;
@@ -20,12 +20,12 @@ use core::{fmt, ops::Range, str::FromStr};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layers(Vec<Span>);
 
-/// A layer, or the end of a range, counted from an end of the model.
+/// A layer, or the end of a range, counted from one end of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum At {
-    /// From the first, which is 0.
+    /// Counted from the first layer, 0.
     Start(usize),
-    /// From the end: 1 is the last, 0 after it.
+    /// Counted from the end: 1 is the last layer, and 0 follows it.
     End(usize),
 }
 
@@ -36,7 +36,7 @@ enum Span {
 }
 
 impl At {
-    /// The number from the start in a model of `n` layers, unless it is before the first.
+    /// Returns the number from the start in a model of `n` layers; `None` before the first layer.
     fn of(self, n: usize) -> Option<usize> {
         match self {
             Self::Start(at) => Some(at),
@@ -44,9 +44,9 @@ impl At {
         }
     }
 
-    /// Reads a layer; of a range, what stands where none is given.
+    /// Parses a layer. `open` is the value of an end that a range leaves out.
     fn read(text: &str, open: Option<Self>) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is no layer: 0 is the first, -1 the last");
+        let wrong = || format!("{text:?} is not a layer: 0 is the first, -1 the last");
         if let (true, Some(open)) = (text.is_empty(), open) {
             return Ok(open);
         }
@@ -63,9 +63,9 @@ impl At {
     }
 }
 
-/// The rule that an empty range breaks.
+/// Returns the message for an empty range.
 fn no_layer(range: &dyn fmt::Display) -> String {
-    format!("{range} has no layer: the end of a range does not belong to it")
+    format!("{range} has no layer: the end of a range is excluded")
 }
 
 impl Span {
@@ -84,7 +84,7 @@ impl Span {
         }
     }
 
-    /// Whether it has no layer in any model.
+    /// Returns whether the span has no layer in any model.
     fn is_empty(self) -> bool {
         match self {
             Self::Range(At::Start(start), At::Start(end)) => start >= end,
@@ -93,7 +93,7 @@ impl Span {
         }
     }
 
-    /// The layers in a model of `n`; `None` if it lacks one of them.
+    /// Returns the layers in a model of `n`; `None` if the model lacks one of them.
     fn of(self, n: usize) -> Option<Range<usize>> {
         let (start, end) = match self {
             Self::One(at) => (at.of(n)?, at.of(n)?.checked_add(1)?),
@@ -104,22 +104,22 @@ impl Span {
 }
 
 impl Layers {
-    /// All layers.
+    /// Returns all layers.
     pub fn all() -> Self {
         Self(vec![Span::ALL])
     }
 
-    /// The first `n` layers.
+    /// Returns the first `n` layers.
     pub fn first(n: usize) -> Self {
         Self::from(0..n)
     }
 
-    /// The last `n` layers.
+    /// Returns the last `n` layers.
     pub fn last(n: usize) -> Self {
         Self(vec![Span::Range(At::End(n), At::End(0))])
     }
 
-    /// These layers, counted from 0 and in order, as ranges of those that follow one another: `0..3,7`.
+    /// Groups ascending layers into ranges of consecutive layers: `0..3,7`.
     pub fn runs(layers: impl IntoIterator<Item = usize>) -> Self {
         let mut runs: Vec<Range<usize>> = vec![];
         for layer in layers {
@@ -131,12 +131,12 @@ impl Layers {
         runs.into_iter().collect()
     }
 
-    /// Whether it is all layers of any model.
+    /// Returns whether these are all layers of any model.
     pub fn is_all(&self) -> bool {
         self.0 == [Span::ALL]
     }
 
-    /// The layers, if they are named one by one and from the start.
+    /// Returns the layers if each is listed and counted from the start.
     pub(super) fn numbers(&self) -> Option<Vec<usize>> {
         let number = |span: &Span| match span {
             Span::One(At::Start(layer)) => Some(*layer),
@@ -145,21 +145,22 @@ impl Layers {
         self.0.iter().map(number).collect()
     }
 
-    /// Whether `layer`, counted from 0, is one of them in a model of `n_layers`.
+    /// Returns whether a model of `n_layers` has `layer`, counted from 0, among these.
     pub fn contains(&self, layer: usize, n_layers: usize) -> bool {
         self.0.iter().any(|span| span.of(n_layers).is_some_and(|span| span.contains(&layer)))
     }
 
-    /// Checks that there is a layer in some model, and one in each range, without which its text is not read again.
+    /// Checks that there is a layer, and that no range is empty in every model. Other texts cannot
+    /// be parsed back.
     pub(super) fn check_any(&self) -> Result<(), String> {
         match self.0.iter().find(|span| span.is_empty()) {
             Some(empty) => Err(no_layer(empty)),
-            None if self.0.is_empty() => Err("must be one layer at least".into()),
+            None if self.0.is_empty() => Err("must have at least one layer".into()),
             None => Ok(()),
         }
     }
 
-    /// Checks that a model of `n` layers has all of them, and each range one at least.
+    /// Checks that a model of `n` layers has all of them, and that no range is empty there.
     pub(super) fn check(&self, n: usize) -> Result<(), String> {
         for span in &self.0 {
             match span.of(n) {
@@ -193,7 +194,7 @@ impl FromIterator<usize> for Layers {
 }
 
 impl FromIterator<Range<usize>> for Layers {
-    /// Ranges of one layer are shown as that layer.
+    /// Ranges of one layer are displayed as that layer.
     fn from_iter<I: IntoIterator<Item = Range<usize>>>(ranges: I) -> Self {
         let span = |range: Range<usize>| match range.start.checked_add(1) == Some(range.end) {
             true => Span::One(At::Start(range.start)),
@@ -227,7 +228,7 @@ impl fmt::Display for Span {
         match self {
             Self::One(at) => write!(f, "{at}"),
             Self::Range(At::Start(0), At::End(0)) => write!(f, ".."),
-            // Empty, unlike what begins with nothing: no text that is read again.
+            // `-0` cannot be parsed, so an empty range is not read back as another one.
             Self::Range(At::End(0), end) => write!(f, "-0..{end}"),
             Self::Range(start, end) => write!(f, "{start}..{end}"),
         }
@@ -235,7 +236,8 @@ impl fmt::Display for Span {
 }
 
 impl fmt::Display for Layers {
-    /// The text that is read again. Where there is no layer it is one that is refused.
+    /// Writes the text that parses to these layers. Without a layer, it writes a text that does not
+    /// parse.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return write!(f, "none");

@@ -1,11 +1,10 @@
-//! What the caches of a model's layers store: [`ModelCacheConfig`].
+//! [`ModelCacheConfig`]: the cache formats of a model's layers.
 
 mod file;
 mod layers;
 mod presets;
 mod rule;
-
-use core::{fmt, str::FromStr};
+mod text;
 
 use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
@@ -16,11 +15,11 @@ pub use self::{
 };
 use crate::{Error, ModelSpec, Result};
 
-/// The layer policy: which cache every layer of a model has, by rules that are followed in their order, so that of
-/// several rules for a layer the last one has the last word. Layers of no rule stay in float.
+/// The layer policy: the cache of every layer of a model. Its rules are applied in order, and later
+/// rules override earlier ones. Layers without a rule stay in float.
 ///
-/// The cache of all layers alike is a policy of one rule, which any [`KvCacheConfig`] becomes. [Files](Self::read) are
-/// of JSON or TOML:
+/// Any [`KvCacheConfig`] becomes a policy of one rule, which gives all layers the same cache.
+/// [Files](Self::read) are JSON or TOML:
 ///
 /// ```
 /// use kv_models::{LayerSpec, Layers, ModelCacheConfig, ModelSpec};
@@ -38,7 +37,7 @@ use crate::{Error, ModelSpec, Result};
 ///     format = 4               # 2, 3, 4, 8, 16 for float, or a name such as "int8"
 ///     [[rules]]
 ///     layers = "2..5"
-///     start = 64               # quantized from this token on: those before it stay in float for good
+///     start = 64               # quantized from this token on; earlier ones stay in float
 /// "#)?;
 /// let k2v2_s4: KvCacheConfig = "k2v2-s4".parse()?;
 /// let built = ModelCacheConfig::from(k2v2_s4)
@@ -58,22 +57,22 @@ use crate::{Error, ModelSpec, Result};
 pub struct ModelCacheConfig {
     name: Option<String>,
     rules: Vec<LayerRule>,
-    /// Tokens a streaming cache is allocated for, the same in all layers. The closed form does not read it, but for the
-    /// frequencies of rotary encodings that depend on the length.
+    /// The tokens that a streaming cache is allocated for, the same in all layers. The parallel
+    /// form ignores it, except for ropes whose frequencies depend on the length.
     pub capacity: usize,
 }
 
-/// The capacity of what does not say it, and in the rules, where it means nothing.
+/// The default capacity. Rules contain it too, but it has no effect there.
 const CAPACITY: usize = KvCacheConfig::float().capacity;
 
 impl ModelCacheConfig {
-    /// A policy of these rules, for 4096 tokens.
+    /// Creates a policy of these rules, for 4096 tokens.
     pub fn new(rules: impl IntoIterator<Item = LayerRule>) -> Self {
         let none = Self { name: None, rules: vec![], capacity: CAPACITY };
         rules.into_iter().fold(none, Self::with_rule)
     }
 
-    /// The policy with one rule more, which has the last word.
+    /// Adds a rule that overrides earlier ones.
     #[must_use]
     pub fn with_rule(mut self, rule: LayerRule) -> Self {
         let stores = match rule.stores {
@@ -84,13 +83,13 @@ impl ModelCacheConfig {
         self
     }
 
-    /// The same with another cache in some layers.
+    /// Adds a rule with a cache for some layers.
     #[must_use]
     pub fn with_cache(self, layers: impl Into<Layers>, cache: KvCacheConfig) -> Self {
         self.with_rule(LayerRule::new(layers, Stores::Cache(cache)))
     }
 
-    /// The same with another format of a side, or of both, in some layers.
+    /// Adds a rule with a format for one side, or for both, of some layers.
     #[must_use]
     pub fn with_format(
         self,
@@ -102,13 +101,14 @@ impl ModelCacheConfig {
         self.with_rule(LayerRule::new(layers, Stores::Format { side, format, hadamard: false }))
     }
 
-    /// The same with these layers quantized from token `tokens` on: those before it stay in float for good.
+    /// Adds a rule that quantizes these layers from token `tokens` on; the tokens before it stay in
+    /// float.
     #[must_use]
     pub fn with_start(self, layers: impl Into<Layers>, tokens: usize) -> Self {
         self.with_rule(LayerRule::new(layers, Stores::Start(tokens)))
     }
 
-    /// The same with keys and values of these layers in float.
+    /// Adds a rule with keys and values of these layers in float.
     #[must_use]
     pub fn with_float_layers(self, layers: impl IntoIterator<Item = usize>) -> Self {
         let mut layers: Vec<usize> = layers.into_iter().collect();
@@ -120,17 +120,17 @@ impl ModelCacheConfig {
         }
     }
 
-    /// The same with caches for so many tokens.
+    /// Returns the same policy with this capacity.
     #[must_use]
     pub fn with_capacity(self, capacity: usize) -> Self {
         Self { capacity, ..self }
     }
 
-    /// The same policy called `name` where it is shown, instead of its rules.
+    /// Returns the same policy with a name, which is displayed instead of its rules.
     ///
     /// # Errors
-    ///
-    /// A name that is not of letters, digits, `-`, `_` and `.`, or that is the name of another cache.
+    /// Fails for a name with characters other than letters, digits, `-`, `_` and `.`, and for the
+    /// name of another cache.
     pub fn with_name(self, name: &str) -> Result<Self> {
         match name_rule(name) {
             Ok(()) => Ok(Self { name: Some(name.into()), ..self }),
@@ -138,17 +138,17 @@ impl ModelCacheConfig {
         }
     }
 
-    /// The rules, the one with the last word last.
+    /// Returns the rules; later ones override earlier ones.
     pub fn rules(&self) -> &[LayerRule] {
         &self.rules
     }
 
-    /// What it is called, if it has a name.
+    /// Returns the name, if there is one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// The cache of all layers, where they are all alike by one rule.
+    /// Returns the cache of all layers if the policy is a single rule for all of them.
     pub fn uniform(&self) -> Option<KvCacheConfig> {
         match &self.rules[..] {
             [LayerRule { layers, stores: Stores::Cache(cache) }] if layers.is_all() => {
@@ -158,12 +158,10 @@ impl ModelCacheConfig {
         }
     }
 
-    /// What each of the `n_layers` layers of a model stores whose layers have no windows of their
-    /// own.
+    /// Returns the caches of `n_layers` layers that have no sliding window of their own.
     ///
     /// # Errors
-    ///
-    /// [`Error::Rule`] for a rule for a layer that the model does not have.
+    /// Fails with [`Error::Rule`] for a rule with a layer that the model does not have.
     pub fn of_layers(&self, n_layers: usize) -> Result<Vec<KvCacheConfig>> {
         for i in 0..self.rules.len() {
             self.check_rule(i, n_layers)?;
@@ -171,7 +169,7 @@ impl ModelCacheConfig {
         Ok((0..n_layers).map(|layer| self.own(layer, n_layers)).collect())
     }
 
-    /// Checks that the layers of a rule are there.
+    /// Checks that the model has the layers of a rule.
     fn check_rule(&self, i: usize, n_layers: usize) -> Result<()> {
         let layers = &self.rules[i].layers;
         let named = layers.check_any().and_then(|()| layers.check(n_layers));
@@ -181,19 +179,19 @@ impl ModelCacheConfig {
         })
     }
 
-    /// What the rules say of layer `index` of `n_layers`.
+    /// Applies the rules to layer `index` of `n_layers`.
     fn own(&self, index: usize, n_layers: usize) -> KvCacheConfig {
         let rules = self.rules.iter().filter(|rule| rule.layers.contains(index, n_layers));
         let cache = rules.fold(KvCacheConfig::float(), |cache, rule| rule.stores.after(cache));
         cache.with_capacity(self.capacity)
     }
 
-    /// What the cache of layer `index` of `model` stores. The window is the layer's, or that of the rules if it is
-    /// shorter. A layer with a window of its own keeps no sinks: it was trained without its first tokens.
+    /// Returns the cache of layer `index` of `model`. The sliding window is the layer's own, or
+    /// that of the rules if it is shorter. A layer with its own sliding window keeps no sinks,
+    /// because it was trained without its first tokens.
     ///
     /// # Panics
-    ///
-    /// When the model has no such layer.
+    /// Panics when the model has no such layer.
     pub fn layer(&self, model: &ModelSpec, index: usize) -> KvCacheConfig {
         let layers = &model.layers;
         let cache = self.own(index, layers.len());
@@ -206,17 +204,17 @@ impl ModelCacheConfig {
         }
     }
 
-    /// What the caches of all layers of `model` store, first layer first.
+    /// Returns the caches of all layers of `model`, first to last.
     pub fn layers(&self, model: &ModelSpec) -> impl Iterator<Item = KvCacheConfig> {
         (0..model.layers.len()).map(move |index| self.layer(model, index))
     }
 
-    /// Whether any layer of `model` is quantized.
+    /// Returns whether any layer of `model` is quantized.
     pub fn is_quantized(&self, model: &ModelSpec) -> bool {
         self.layers(model).any(|cache| cache.is_quantized())
     }
 
-    /// Whether all layers of `model` are in f32 and see all that the model lets them see.
+    /// Returns whether all layers of `model` are in f32 and see all tokens that the model allows.
     pub fn is_float(&self, model: &ModelSpec) -> bool {
         let float = Self::from(KvCacheConfig::float().with_capacity(self.capacity));
         float
@@ -225,7 +223,7 @@ impl ModelCacheConfig {
             .all(|(float, cache)| cache.to_string() == float.to_string())
     }
 
-    /// Every cache that some layer of some model may have by these rules.
+    /// Returns all caches that the rules can give a layer of any model.
     pub fn candidates(&self) -> Vec<KvCacheConfig> {
         let mut all = vec![KvCacheConfig::float()];
         for rule in &self.rules {
@@ -240,8 +238,8 @@ impl ModelCacheConfig {
         all.into_iter().map(|cache| cache.with_capacity(self.capacity)).collect()
     }
 
-    /// The same policy with what each of its rules stores turned into others, one after the other; without a name, since
-    /// it is another policy.
+    /// Replaces what each rule stores by the results of `change`. The policy keeps its name only if
+    /// it does not change.
     fn map<I: IntoIterator<Item = Stores>>(&self, change: impl Fn(Stores) -> I) -> Self {
         let changed = |rule: &LayerRule| {
             let stores = change(rule.stores).into_iter();
@@ -252,7 +250,8 @@ impl ModelCacheConfig {
         Self { name, rules, capacity: self.capacity }
     }
 
-    /// The caches of the same float types and capacity that quantize nothing and see all.
+    /// Returns a policy with the same float types and capacity that quantizes nothing and has no
+    /// sliding window.
     #[must_use]
     pub fn in_float(&self) -> Self {
         self.map(|stores| match stores {
@@ -263,8 +262,9 @@ impl ModelCacheConfig {
         })
     }
 
-    /// The same in KIVI's formats of so many bits on all layers, but for those that a rule has in float; with the
-    /// windows and sinks of the first rule, and the tokens that rules after it start at.
+    /// Returns a policy with these formats in all layers, except for layers that a rule has in
+    /// float. It keeps residual, sinks and sliding window of the first rule, and the starts of
+    /// later rules.
     #[must_use]
     pub fn with_formats(&self, keys: KvFormat, values: KvFormat) -> Self {
         let first = self.rules.iter().enumerate().find_map(|(i, rule)| match rule.stores {
@@ -280,7 +280,7 @@ impl ModelCacheConfig {
         kept.fold(base, |policy, (_, rule)| policy.with_rule(rule.clone()))
     }
 
-    /// The same without rotations of values.
+    /// Returns the same policy without Hadamard transforms of values.
     pub(crate) fn without_hadamard_values(&self) -> Self {
         let side =
             |side: Side, format, hadamard| Stores::Format { side: Some(side), format, hadamard };
@@ -289,7 +289,7 @@ impl ModelCacheConfig {
             Stores::Format { side: Some(Side::Values), format, .. } => {
                 vec![side(Side::Values, format, false)]
             }
-            // Keys are as they were, which one rule of both sides cannot say.
+            // Keys stay transformed, which takes a rule for each side.
             Stores::Format { side: None, format, hadamard: true } => {
                 vec![side(Side::Keys, format, true), side(Side::Values, format, false)]
             }
@@ -297,61 +297,12 @@ impl ModelCacheConfig {
         })
     }
 
-    /// What a user should know of the caches of a model of `spec`: layers with a window of their own keep no sinks
-    /// and no tokens beyond it.
-    pub fn note(&self, spec: &ModelSpec) -> Option<String> {
-        let all = spec.layers.len();
-        let windowed = |asked: fn(KvCacheConfig, usize) -> bool| -> Vec<usize> {
-            let layers = spec.layers.iter().enumerate();
-            layers
-                .filter(|(i, layer)| {
-                    layer.sliding_window.is_some_and(|own| asked(self.own(*i, all), own))
-                })
-                .map(|(i, _)| i)
-                .collect()
-        };
-        let sinks = windowed(|cache, _| cache.sink_tokens > 0);
-        let longer = windowed(|cache, own| cache.sliding_window.is_some_and(|it| it > own));
-        let (layers, rule) = match (sinks.is_empty(), longer.is_empty()) {
-            (true, true) => return None,
-            (true, false) => (longer, "keep no more than that"),
-            (false, _) => (sinks, "keep no sinks"),
-        };
-        let (n, layers) = (layers.len(), Layers::runs(layers));
-        Some(format!(
-            "{self}: {n} of {all} layers ({layers}) have a window of their own and {rule}"
-        ))
-    }
-
-    /// The caches of a model of `spec` in full, layers that are alike together; `None` where they are all alike and
-    /// [shown](fmt::Display) by what they store.
-    pub fn in_full(&self, spec: &ModelSpec) -> Option<String> {
-        if self.name.is_none() && self.uniform().is_some() {
-            return None;
-        }
-        let n = spec.layers.len();
-        let mut runs: Vec<(usize, usize, KvCacheConfig)> = vec![];
-        for layer in 0..n {
-            let cache = self.own(layer, n);
-            match runs.last_mut() {
-                Some((_, end, last)) if *last == cache => *end = layer + 1,
-                _ => runs.push((layer, layer + 1, cache)),
-            }
-        }
-        let told = runs.into_iter().map(|(start, end, cache)| match end - start {
-            1 => format!("layer {start} {cache}"),
-            _ => format!("layers {start}..{end} {cache}"),
-        });
-        let name = self.name.as_deref().unwrap_or("caches by layer");
-        Some(format!("{name}: {}", told.collect::<Vec<_>>().join(", ")))
-    }
-
     /// Checks that the policy fits `model`.
     ///
     /// # Errors
-    ///
-    /// A rule for a layer that the model does not have, or without one, a start that no layer of its rule has, since
-    /// all have windows of their own and keep no sinks, and a cache that does not fit the heads of a layer.
+    /// Fails for a rule without a layer or with a layer that the model does not have, for a start
+    /// in layers that all have their own sliding window and so keep no sinks, and for a cache that
+    /// does not fit the heads of a layer.
     pub fn validate(&self, model: impl AsRef<ModelSpec>) -> Result<()> {
         let spec = model.as_ref();
         let n = spec.layers.len();
@@ -361,7 +312,8 @@ impl ModelCacheConfig {
                 return Err(Error::Rule {
                     field: format!("rules[{i}]"),
                     value: rule.to_string(),
-                    rule: "all of its layers have a window of their own and keep no sinks".into(),
+                    rule: "all of its layers have their own sliding window and keep no sinks"
+                        .into(),
                 });
             }
         }
@@ -373,14 +325,15 @@ impl ModelCacheConfig {
         Ok(())
     }
 
-    /// Whether all layers of a rule have windows of their own, where first tokens are not kept.
+    /// Returns whether all layers of a rule have their own sliding window, where sinks are not
+    /// kept.
     fn lacks_sinks(&self, rule: &LayerRule, spec: &ModelSpec) -> bool {
         let n = spec.layers.len();
         let mut named = (0..n).filter(|&layer| rule.layers.contains(layer, n));
         named.all(|layer| spec.layers[layer].sliding_window.is_some())
     }
 
-    /// An error of a layer's cache, with the rule that has the last word on it unless there is but one.
+    /// Adds the last rule of a layer to an error of its cache, unless there is only one rule.
     fn in_rule(&self, index: usize, n: usize, error: kv_cubecl::Error) -> Error {
         let last = self.rules.iter().rposition(|rule| rule.layers.contains(index, n));
         match last.filter(|_| self.rules.len() > 1) {
@@ -388,22 +341,22 @@ impl ModelCacheConfig {
             Some(last) => Error::Rule {
                 field: format!("rules[{last}]"),
                 value: self.rules[last].stores.to_string(),
-                rule: format!("makes {} of layer {index}: {error}", self.own(index, n)),
+                rule: format!("gives layer {index} the cache {}: {error}", self.own(index, n)),
             },
         }
     }
 }
 
-/// The rule that a name breaks.
+/// Checks a name; returns the rule that it breaks.
 fn name_rule(name: &str) -> core::result::Result<(), String> {
-    /// The longest that a table shows beside its numbers.
+    /// Longer names do not fit into tables.
     const MOST: usize = 40;
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.len() > MOST || !name.chars().all(allowed) {
         return Err(format!("must be 1 to {MOST} letters, digits, \"-\", \"_\" and \".\""));
     }
     match name.parse::<KvCacheConfig>() {
-        Ok(cache) => Err(format!("is the name of the cache {cache} of all layers")),
+        Ok(cache) => Err(format!("is the name of the cache {cache}")),
         Err(_) => Ok(()),
     }
 }
@@ -423,43 +376,5 @@ impl From<&KvCacheConfig> for ModelCacheConfig {
 impl From<&ModelCacheConfig> for ModelCacheConfig {
     fn from(config: &ModelCacheConfig) -> Self {
         config.clone()
-    }
-}
-
-impl FromStr for ModelCacheConfig {
-    type Err = Error;
-
-    /// The short name of a cache, or the name of a [preset](Self::preset).
-    fn from_str(name: &str) -> Result<Self> {
-        match Self::preset(name) {
-            Some(preset) => preset,
-            None => Ok(name.parse::<KvCacheConfig>()?.into()),
-        }
-    }
-}
-
-impl fmt::Display for ModelCacheConfig {
-    /// Its name, or the short name of the cache of all layers, then what other layers store.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(name) = &self.name {
-            return write!(f, "{name}");
-        }
-        let rest = match &self.rules[..] {
-            [LayerRule { layers, stores: Stores::Cache(cache) }, rest @ ..] if layers.is_all() => {
-                write!(f, "{cache}")?;
-                rest
-            }
-            rest => {
-                write!(f, "float")?;
-                rest
-            }
-        };
-        for rule in rest {
-            match rule.is_float() && !rule.layers.is_all() {
-                true => write!(f, " float layers {}", rule.layers)?,
-                false => write!(f, "; {rule}")?,
-            }
-        }
-        Ok(())
     }
 }

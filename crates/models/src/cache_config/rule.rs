@@ -1,4 +1,4 @@
-//! What some layers store: [`LayerRule`].
+//! [`LayerRule`]: the caches of some layers.
 
 use core::fmt;
 
@@ -6,34 +6,33 @@ use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
 use super::Layers;
 
-/// What the caches of some layers store. Where several rules name a layer, they are followed in their order, so that
-/// the last one has the last word.
+/// A rule for the caches of some layers. Later rules override earlier ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerRule {
-    /// The layers.
+    /// The layers of the rule.
     pub layers: Layers,
-    /// What they store.
+    /// The setting for their caches.
     pub stores: Stores,
 }
 
-/// What a [`LayerRule`] says.
+/// The setting of a [`LayerRule`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stores {
-    /// All of it. The capacity does not count: it is the same in all layers.
+    /// The whole cache. Its capacity is ignored, because all layers have the same.
     Cache(KvCacheConfig),
-    /// The format of a side or of both; the rest stays as the rules before have it. Where that is float and no window
-    /// was asked for, there is the window that the formats have of themselves.
+    /// The format of one side or of both; earlier rules set the rest. If they set float and no
+    /// residual length, the default residual length of the format applies.
     Format {
         /// The side; `None` for both.
         side: Option<Side>,
-        /// Its format.
+        /// The format of the side.
         format: KvFormat,
-        /// Whether it is rotated by a Hadamard matrix before it is quantized.
+        /// True if a Hadamard transform precedes quantization.
         hadamard: bool,
     },
-    /// From which token on both sides are quantized: so many tokens at the start stay in float for good, which are the
-    /// cache's [sinks](KvCacheConfig::sink_tokens); the rest stays as the rules before have it.
+    /// The first token that is quantized on both sides. The tokens before it stay in float, as the
+    /// cache's [sinks](KvCacheConfig::sink_tokens); earlier rules set the rest.
     Start(usize),
 }
 
@@ -42,7 +41,7 @@ impl Stores {
     pub(super) const FLOAT: Self =
         Self::Format { side: None, format: KvFormat::Float, hadamard: false };
 
-    /// What a layer stores that stored `before` by the rules before.
+    /// Returns the cache of a layer that has the cache `before` by earlier rules.
     pub(super) fn after(&self, before: KvCacheConfig) -> KvCacheConfig {
         let (side, format, hadamard) = match *self {
             Self::Cache(cache) => return cache,
@@ -52,16 +51,16 @@ impl Stores {
         let is = |of: Side| side.is_none_or(|side| side == of);
         let keys = if is(Side::Keys) { format } else { before.keys };
         let values = if is(Side::Values) { format } else { before.values };
-        let unsaid = !before.is_quantized()
+        let unset = !before.is_quantized()
             && before.residual_length == KvCacheConfig::float().residual_length;
-        let before = match unsaid {
+        let before = match unset {
             true => {
                 let own = KvCacheConfig::new(keys, values);
                 before.with_residual_length(own.residual_length)
             }
             false => before,
         };
-        // What is said of KIVI's groups means nothing to other formats, which refuse it: it goes.
+        // Other formats refuse the settings of KIVI's groups, so `with_formats` resets them.
         let mut cache = before.with_formats(keys, values);
         if is(Side::Keys) {
             cache = cache.with_hadamard_keys(hadamard);
@@ -74,12 +73,12 @@ impl Stores {
 }
 
 impl LayerRule {
-    /// A rule for some layers.
+    /// Creates a rule for some layers.
     pub fn new(layers: impl Into<Layers>, stores: Stores) -> Self {
         Self { layers: layers.into(), stores }
     }
 
-    /// Whether it says that its layers are in float, and nothing else.
+    /// Returns whether the rule sets its layers to float and nothing else.
     pub(super) fn is_float(&self) -> bool {
         self.stores == Stores::FLOAT
     }

@@ -1,4 +1,4 @@
-//! `config.json` of GameRFT, resolved once.
+//! The configuration of GameRFT, read from `config.json`.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::{
     fields::{head_dim, layers, required, sizes},
 };
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Layers.
@@ -26,33 +26,35 @@ pub struct Config {
     pub channels: usize,
     /// Buttons.
     pub n_buttons: usize,
-    /// Frames over which the positions in time, from -1 to 1, were spread in training. Later frames go on from there.
+    /// The frames over which training spread positions in time from -1 to 1. Positions of later
+    /// frames exceed 1.
     pub n_frames: usize,
-    /// Every `local_idx`th layer, from the first on, sees the global window, the others the local one.
+    /// Layers 0, `local_idx`, 2 `local_idx`, .. see the global window, the others the local one.
     pub local_idx: usize,
-    /// Recent frames that a frame sees in local layers, itself among them.
+    /// Recent frames that a frame sees in local layers, including itself.
     pub local_window: Frames,
-    /// As much in global layers; `None` for all frames.
+    /// Recent frames that a frame sees in global layers, including itself; `None` for all.
     pub global_window: Option<Frames>,
 }
 
 impl Config {
-    /// Tokens of a frame.
+    /// Returns the tokens per frame.
     pub const fn tokens_per_frame(&self) -> usize {
         self.sample_size * self.sample_size
     }
 
-    /// Channels of a head.
+    /// Returns the channels per head.
     pub const fn head_dim(&self) -> usize {
         self.d_model / self.n_heads
     }
 
-    /// Whether layer `i` has the local window.
+    /// Returns whether layer `i` has the local window.
     pub const fn is_local(&self, i: usize) -> bool {
         !i.is_multiple_of(self.local_idx)
     }
 
-    /// Recent frames that a frame sees in layer `i`, itself among them, of those that are there at most `most`.
+    /// Returns the number of recent frames that a frame sees in layer `i`, including itself: at
+    /// most `most`.
     pub fn window(&self, i: usize, most: Frames) -> Frames {
         match self.is_local(i) {
             true => self.local_window.min(most),
@@ -60,11 +62,10 @@ impl Config {
         }
     }
 
-    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
+    /// Checks the values that the tensors' shapes do not check; `path` is for the message.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] for the first that breaks a rule.
+    /// Fails with [`Error::Config`] for the first field that breaks a rule.
     pub fn check(&self, path: &Path) -> Result<()> {
         layers(path, "n_layers", self.n_layers)?;
         let fields = [
@@ -82,8 +83,8 @@ impl Config {
             Err(Error::config(path, field, value.to_string(), rule))
         };
         if !head_dim.is_multiple_of(8) {
-            let rule = "over n_heads must be a multiple of 8: pairs of channels turn along three axes, and a \
-                        fourth part stays";
+            let rule = "over n_heads must be a multiple of 8: rope covers three axes with a \
+                        quarter of the channels each";
             return fail("d_model", &self.d_model, rule);
         }
         if self.sample_size > 1 << 10 {
@@ -105,13 +106,12 @@ impl Config {
     /// Resolves `config.json`.
     ///
     /// # Errors
-    ///
-    /// A missing or contradictory field, or a feature this crate does not compute.
+    /// Fails for a field that is missing or contradictory, and for an unsupported feature.
     pub fn from_json(text: &str, path: &Path) -> Result<Self> {
         ConfigJson { text, path }.parse::<Raw>()?.resolve(path)
     }
 
-    /// The fields of `config.json` that [`from_json`](Self::from_json) reads.
+    /// Returns the fields of `config.json` that [`from_json`](Self::from_json) reads.
     pub(super) fn to_json(&self) -> Map<String, Value> {
         [
             ("n_layers", json!(self.n_layers)),
@@ -138,10 +138,10 @@ impl Config {
     }
 }
 
-/// Axes of the mouse, of which the model sees angle and length.
+/// The axes of the mouse. The model sees its angle and length.
 const MOUSE_AXES: usize = 2;
 
-/// Fields as the authors' code has them; how it was trained does not matter here.
+/// The fields of the authors' code that affect inference.
 #[derive(Deserialize)]
 struct Raw {
     n_layers: Option<usize>,
@@ -165,7 +165,7 @@ struct Raw {
 
 impl Raw {
     fn resolve(self, path: &Path) -> Result<Config> {
-        // In the authors' code a model that does not say it is not causal.
+        // The authors' code is not causal by default.
         let causal = required(path, "causal", self.causal)?;
         for (field, value, computed) in [
             ("causal", Some(causal), true),
@@ -173,7 +173,7 @@ impl Raw {
             ("has_audio", self.has_audio, false),
         ] {
             if value.is_some_and(|value| value != computed) {
-                let why = format!("{} sets it, only {computed} is computed", path.display());
+                let why = format!("{} sets it; only {computed} is supported", path.display());
                 return Err(Error::unsupported(format!("{field} {}", !computed), why));
             }
         }
@@ -181,7 +181,7 @@ impl Raw {
             [("backbone", &self.backbone, "dit"), ("rope_impl", &self.rope_impl, "ortho")]
         {
             if let Some(other) = value.as_ref().filter(|value| *value != computed) {
-                let why = format!("{} asks for it, {computed} is computed", path.display());
+                let why = format!("{} has it; only {computed} is supported", path.display());
                 return Err(Error::unsupported(format!("{field} {other}"), why));
             }
         }

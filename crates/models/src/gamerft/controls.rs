@@ -1,25 +1,25 @@
-//! What a pass is given.
+//! The inputs of a forward pass.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::Config;
 use crate::{Error, Result};
 
-/// What a player does in each frame; in f32, f16 or bf16.
+/// The player's input in each frame, in f32, f16 or bf16.
 #[derive(Clone, Debug)]
 pub struct Controls {
-    /// How far the mouse moved along both axes, `[batch, frames, 2]`.
+    /// The movement of the mouse along both axes, `[batch, frames, 2]`.
     pub mouse: Tensor<3>,
-    /// Buttons, 1 where one is pressed and 0 elsewhere, `[batch, frames, n_buttons]`.
+    /// The buttons, 1 if pressed and otherwise 0, `[batch, frames, n_buttons]`.
     pub buttons: Tensor<3>,
 }
 
 impl Controls {
-    /// Those of one frame: of each sequence of a batch the mouse, and whether each button is pressed.
+    /// Creates the controls of one frame from the mouse and the pressed buttons of each sequence of
+    /// a batch.
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`] for no sequence, or different numbers of buttons.
+    /// Fails with [`Error::Argument`] without a sequence, and for different numbers of buttons.
     pub fn of(players: &[([f32; 2], &[bool])], device: &Device) -> Result<Self> {
         let (batch, n_buttons) = (players.len(), players.first().map_or(0, |(_, b)| b.len()));
         if let Some((_, other)) = players.iter().find(|(_, buttons)| buttons.len() != n_buttons) {
@@ -27,7 +27,11 @@ impl Controls {
             return Err(Error::argument("buttons", other.len(), rule));
         }
         if batch == 0 || n_buttons == 0 {
-            return Err(Error::argument("buttons", n_buttons, "must be at least 1, of a sequence"));
+            return Err(Error::argument(
+                "buttons",
+                n_buttons,
+                "must be at least 1, for at least one sequence",
+            ));
         }
         let mouse: Vec<f32> = players.iter().flat_map(|(mouse, _)| *mouse).collect();
         let buttons = players.iter().flat_map(|(_, buttons)| *buttons);
@@ -38,11 +42,10 @@ impl Controls {
         })
     }
 
-    /// Those of frame `i` alone.
+    /// Returns the controls of frame `i` alone.
     ///
     /// # Panics
-    ///
-    /// When there are not as many frames.
+    /// Panics when there is no such frame.
     pub fn frame(&self, i: usize) -> Self {
         let [mouse, buttons] =
             [&self.mouse, &self.buttons].map(|side| side.clone().narrow(1, i, 1));
@@ -50,19 +53,19 @@ impl Controls {
     }
 }
 
-/// Frames with noise, and what is known of them; in f32, f16 or bf16.
+/// Noised frames with their conditions, in f32, f16 or bf16.
 #[derive(Clone, Debug)]
 pub struct Noised {
     /// `(1 - t) picture + t noise`, `[batch, frames, channels, height, width]`.
     pub x: Tensor<5>,
     /// The noise levels t, from 0 for a picture to 1 for noise, `[batch, frames]`.
     pub t: Tensor<2>,
-    /// What the player does.
+    /// The player's input.
     pub controls: Controls,
 }
 
 impl Noised {
-    /// The same in f32, which is what is computed in.
+    /// Converts to f32, in which the model computes.
     pub(super) fn in_f32(self) -> Self {
         let Self { x, t, controls: Controls { mouse, buttons } } = self;
         let controls =
@@ -70,7 +73,8 @@ impl Noised {
         Self { x: x.cast(DType::F32), t: t.cast(DType::F32), controls }
     }
 
-    /// Batch and frames, once all shapes are those of a model of `config`, and all tensors are on its device.
+    /// Checks that all shapes fit a model of `config` and that all tensors are on its device.
+    /// Returns batch and frames.
     pub(super) fn check(&self, config: &Config, device: Option<&Device>) -> Result<[usize; 2]> {
         let [batch, frames, ..] = self.x.dims();
         let Config { channels, sample_size, n_buttons, .. } = *config;
@@ -101,13 +105,13 @@ pub(super) fn check_shape<const D: usize>(
     match found == wanted && !found.contains(&0) {
         true => Ok(()),
         false => {
-            let rule = format!("must have the shape {wanted:?}, none of it 0");
+            let rule = format!("must have shape {wanted:?} without a dimension 0");
             Err(Error::argument(field, format!("{found:?}"), rule))
         }
     }
 }
 
-/// Checks that an argument on `found` is where the model is.
+/// Checks that an argument on `found` is on the model's device.
 pub(super) fn check_device(
     field: &'static str,
     found: &Device,
@@ -116,7 +120,7 @@ pub(super) fn check_device(
     match device.filter(|device| *device != found) {
         None => Ok(()),
         Some(device) => {
-            let rule = format!("must be on {device:?}, as the model is");
+            let rule = format!("must be on the model's device, {device:?}");
             Err(Error::argument(field, format!("a tensor on {found:?}"), rule))
         }
     }

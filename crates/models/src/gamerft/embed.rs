@@ -1,4 +1,4 @@
-//! From noise levels, mouse and buttons to what layers are conditioned on.
+//! Embeds noise levels, mouse and buttons for the conditions of layers.
 
 use core::f64::consts::TAU;
 
@@ -10,14 +10,14 @@ use burn::{
 use super::Controls;
 use crate::nn::Linear;
 
-/// Sines and cosines that a noise level becomes.
+/// The width of the sinusoidal embedding of a noise level.
 pub(super) const LEVEL_WIDTH: usize = 512;
-/// Numbers that the mouse becomes, half of its angle, and half of its length.
+/// The width of the mouse embedding: half for its angle, half for its length.
 pub(super) const MOUSE_WIDTH: usize = 512;
-/// Width of the hidden layer of the embeddings of mouse and buttons.
+/// The hidden width of the embeddings of mouse and buttons.
 pub(super) const CONTROL_WIDTH: usize = 4 * MOUSE_WIDTH;
 
-/// `down(silu(up(x)))`.
+/// A two-layer MLP, `down(silu(up(x)))`.
 #[derive(Module, Debug)]
 pub struct Mlp {
     /// The first projection.
@@ -30,7 +30,6 @@ impl Mlp {
     /// Applies the block.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
@@ -38,25 +37,25 @@ impl Mlp {
     }
 }
 
-/// The embeddings of what a player does.
+/// The embeddings of the player's input.
 #[derive(Module, Debug)]
 pub struct ControlEmbedding {
-    /// Of the mouse's direction, its cosine and sine, `[MOUSE_WIDTH / 2, 2]`.
+    /// Embeds the cosine and sine of the mouse's direction, `[MOUSE_WIDTH / 2, 2]`.
     pub angle: Linear,
-    /// Of direction and length.
+    /// Embeds direction and length.
     pub mouse: Mlp,
-    /// Of the buttons, 1 where pressed and -1 elsewhere.
+    /// Embeds the buttons, 1 if pressed and otherwise -1.
     pub buttons: Mlp,
 }
 
 impl ControlEmbedding {
-    /// The sum of both embeddings, `[batch, frames, d_model]`.
+    /// Returns the sum of both embeddings, `[batch, frames, d_model]`.
     pub fn forward(&self, controls: &Controls) -> Tensor<3> {
-        // Large movements count less: sign(x) ln(1 + |x|) along each axis.
+        // Large movements are compressed along each axis: sign(x) ln(1 + |x|).
         let mouse = controls.mouse.clone();
         let mouse = mouse.clone().sign() * mouse.abs().log1p();
         let length = mouse.clone().square().sum_dim(2).sqrt();
-        // The direction of a mouse that rests is that of the first axis, as atan2 has it.
+        // A mouse at rest points along the first axis, as atan2 defines it.
         let rests = length.clone().equal_elem(0.0);
         let direction = mouse / length.clone().mask_fill(rests.clone(), 1.0);
         let [batch, frames, _] = direction.dims();
@@ -68,7 +67,8 @@ impl ControlEmbedding {
     }
 }
 
-/// `width / 2` sines of `1000 x`, then cosines, at frequencies from 1 down to 1 / 300: `[batch, frames, width]`.
+/// Returns `width / 2` sines of `1000 x`, then cosines, at frequencies from 1 down to 1 / 300:
+/// `[batch, frames, width]`.
 pub(super) fn waves(x: Tensor<2>, width: usize) -> Tensor<3> {
     const SCALE: f64 = 1000.0;
     const SLOWEST: f64 = 300.0;
@@ -81,8 +81,8 @@ pub(super) fn waves(x: Tensor<2>, width: usize) -> Tensor<3> {
     Tensor::cat(vec![angles.clone().sin(), angles.cos()], 2)
 }
 
-/// Angles less whole turns: sines of large angles are inexact on some devices. The first part of a turn has few digits,
-/// so that its multiples are exact.
+/// Reduces angles modulo a full turn, because sines of large angles are inexact on some devices.
+/// The high part of a turn has few digits, so its multiples are exact.
 fn reduced(angles: Tensor<3>) -> Tensor<3> {
     const HIGH: f64 = 6.28125;
     let turns = (angles.clone() / TAU).round();

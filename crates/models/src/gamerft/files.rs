@@ -1,4 +1,4 @@
-//! Files of GameRFT: tensors under the authors' names.
+//! Reads and writes the files of GameRFT, with tensors under the authors' names.
 
 use std::{fs, path::Path};
 
@@ -19,7 +19,7 @@ use crate::{
 
 const NAMES: Names = Names {
     family: "GameRFT",
-    // Checkpoints of the training loop have the model within what computes its loss.
+    // Checkpoints of the authors' training loop have this prefix.
     prefix: "core.",
     layers: "transformer.blocks.",
     embedding: "proj_in.weight",
@@ -27,22 +27,23 @@ const NAMES: Names = Names {
     harmless: |_| false,
 };
 
-/// The names in files that are written.
+/// The names in written files.
 const WRITTEN: Names = Names { prefix: "", ..NAMES };
 
-/// The name of a projection in files, `[d_output, d_input]`, and whether it has a bias.
-type Place = (String, [usize; 2], bool);
+/// The name of a projection in files, its shape `[d_output, d_input]`, and whether it has a bias.
+type Projection = (String, [usize; 2], bool);
 
-/// The projections of an MLP.
-fn mlp(name: &str, [input, hidden, output]: [usize; 3]) -> [Place; 2] {
+/// Returns the projections of an MLP.
+fn mlp(name: &str, [input, hidden, output]: [usize; 3]) -> [Projection; 2] {
     [
         (format!("{name}.fc1"), [hidden, input], true),
         (format!("{name}.fc2"), [output, hidden], true),
     ]
 }
 
-/// The projections outside of layers: input, level (2), angle, mouse (2), buttons (2), norm, output.
-fn outer(config: &Config) -> [Place; 10] {
+/// Returns the projections outside the layers: input, level (2), angle, mouse (2), buttons (2),
+/// norm, output.
+fn outer(config: &Config) -> [Projection; 10] {
     let Config { d_model, channels, n_buttons, .. } = *config;
     let [level_up, level_down] = mlp("t_embed.mlp", [LEVEL_WIDTH, 4 * d_model, d_model]);
     let [mouse_up, mouse_down] =
@@ -64,8 +65,8 @@ fn outer(config: &Config) -> [Place; 10] {
     ]
 }
 
-/// The projections of layer `i`: those of attention, then those of the MLP, in the order of [`Block`].
-fn inner(config: &Config, i: usize) -> [Place; 8] {
+/// Returns the projections of layer `i` in the order of [`Block`].
+fn inner(config: &Config, i: usize) -> [Projection; 8] {
     let d_model = config.d_model;
     let name = |part: &str| format!("{}{i}.{part}", NAMES.layers);
     let [up, down] = mlp(&name("mlp"), [d_model, 4 * d_model, d_model]);
@@ -82,12 +83,12 @@ fn inner(config: &Config, i: usize) -> [Place; 8] {
 }
 
 impl GameRft {
-    /// Reads a folder with `config.json` and weights, or shards of them, in f32, f16 or bf16, as f32.
+    /// Loads a folder with `config.json` and weights, possibly sharded, in f32, f16 or bf16. The
+    /// model is in f32.
     ///
     /// # Errors
-    ///
-    /// A file that is not there or damaged, a field that breaks a rule, a tensor that is missing, left over, not finite
-    /// or of another shape.
+    /// Fails for a file that is missing or damaged, for a field that breaks a rule, and for a
+    /// tensor that is missing, left over, not finite, or of another shape.
     pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("config.json");
@@ -98,8 +99,9 @@ impl GameRft {
     /// Builds the model, taking each tensor out of `weights` as it goes.
     fn import(config: Config, weights: &mut Weights) -> Result<Self> {
         weights.named(&NAMES)?;
-        let mut take =
-            |(name, [rows, columns], bias): Place| weights.linear(&[(name, rows)], columns, bias);
+        let mut take = |(name, [rows, columns], bias): Projection| {
+            weights.linear(&[(name, rows)], columns, bias)
+        };
         let [input, level_up, level_down, angle, mouse_up, mouse_down, up, down, norm, output] =
             outer(&config);
         let input = take(input)?;
@@ -128,10 +130,10 @@ impl GameRft {
         Ok(Self { input, level, controls, layers, norm, output, config })
     }
 
-    /// The tensors of a checkpoint.
+    /// Returns the tensors of a checkpoint.
     fn exports(&self) -> Exports {
         let mut exports = Exports::new(&WRITTEN);
-        let mut give = |(name, [rows, _], _): Place, linear: &Linear| {
+        let mut give = |(name, [rows, _], _): Projection, linear: &Linear| {
             exports.linear(&[(name, rows)], linear);
         };
         let Self { input, level, controls, layers, norm, output, config } = self;
@@ -148,7 +150,10 @@ impl GameRft {
             norm,
             output,
         ];
-        outer(config).into_iter().zip(linears).for_each(|(place, linear)| give(place, linear));
+        outer(config)
+            .into_iter()
+            .zip(linears)
+            .for_each(|(projection, linear)| give(projection, linear));
         for (i, layer) in layers.iter().enumerate() {
             let linears = [
                 &layer.attention_norm,
@@ -160,17 +165,21 @@ impl GameRft {
                 &layer.mlp.down,
                 &layer.mlp_gate,
             ];
-            inner(config, i).into_iter().zip(linears).for_each(|(place, l)| give(place, l));
+            inner(config, i)
+                .into_iter()
+                .zip(linears)
+                .for_each(|(projection, linear)| give(projection, linear));
         }
         exports
     }
 
-    /// Writes a folder that [`load`](Self::load) and the authors' code read: `model.safetensors`, and `config.json`. The
-    /// folder is made if it is not there; the weights are whole before they get their name.
+    /// Writes a folder with `model.safetensors` and `config.json` that [`load`](Self::load) and the
+    /// authors' code read. Creates the folder if necessary. The weights get their name when they
+    /// are complete.
     ///
     /// # Errors
-    ///
-    /// One line naming the file: one that cannot be written, or a weight that is not finite or does not fit `dtype`.
+    /// Fails with one line naming the file if it cannot be written, or if a weight is not finite or
+    /// does not fit `dtype`.
     pub fn save(&self, folder: impl AsRef<Path>, dtype: WeightDtype) -> Result<()> {
         let folder = folder.as_ref();
         let dtype = dtype.dtype().unwrap_or(DType::F32);

@@ -1,4 +1,4 @@
-//! A [`GameRft`] with random weights, to be trained from scratch.
+//! Initializes a [`GameRft`] with random weights.
 
 use std::path::Path;
 
@@ -18,16 +18,16 @@ use crate::{
 };
 
 impl GameRft {
-    /// A model with random weights, which depend on the device's seed.
+    /// Creates a model with random weights, which depend on the device's seed.
     ///
-    /// Weights are normal with variance `1 / d_input`, biases 0. What conditions norms and gates is 0 at first, so that
-    /// all frames are treated alike whatever the controls (Peebles and Xie, 2022, <https://arxiv.org/abs/2212.09748>);
-    /// other than there the biases of gates are `1 / sqrt(2 n_layers)`, so that layers take part from the start and the
-    /// residual stream keeps its scale. The output is 0.
+    /// Weights are normal with variance `1 / d_input`, and biases are 0. The conditions of norms
+    /// and gates start at 0, so the controls have no effect at first (Peebles and Xie, 2022,
+    /// <https://arxiv.org/abs/2212.09748>). Unlike there, the biases of gates start at `1 / sqrt(2
+    /// n_layers)`: layers contribute from the start, and the residual stream keeps its scale. The
+    /// output starts at 0.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`](crate::Error::Config) for the first field that breaks a rule.
+    /// Fails with [`Error::Config`](crate::Error::Config) for the first field that breaks a rule.
     pub fn init(config: Config, device: &Device) -> Result<Self> {
         config.check(Path::new("config.json"))?;
         let Config { d_model, channels, n_buttons, n_layers, .. } = config;
@@ -59,7 +59,7 @@ impl GameRft {
     }
 }
 
-/// A projection that is `value` whatever it is given.
+/// Creates a projection whose output is always `value`.
 fn constant(shape: [usize; 2], value: f64, device: &Device) -> Linear {
     let bias = Initializer::Constant { value }.init([shape[0]], device);
     let weight: Param<Tensor<2>> = Initializer::Zeros.init(shape, device);

@@ -1,10 +1,12 @@
-//! GameRFT, a world model: a diffusion transformer that predicts the next frame of a game from the frames before it and
-//! from the mouse and the buttons (Wayfarer Labs, 2025, <https://github.com/Wayfarer-Labs/owl-wms>).
+//! GameRFT, a world model: a diffusion transformer that predicts the next frame of a game from the
+//! frames before it and from the mouse and the buttons (Wayfarer Labs, 2025,
+//! <https://github.com/Wayfarer-Labs/owl-wms>).
 //!
-//! A frame is a square of latent pixels, a token each. Tokens of a frame see one another and the frames before it: all
-//! of a window, in most layers a short one. The model is given frames `x = (1 - t) picture + t noise`, each with its
-//! noise level t, and predicts `noise - picture` (a rectified flow). It is no language model: it has no vocabulary, so it
-//! is no [`Decoder`](crate::Decoder), but its parts and files are those of `nn` and `checkpoint`.
+//! A frame is a square of latent pixels, one token each. The tokens of a frame see one another and
+//! the frames of a window before it, which is short in most layers. The input is frames `x = (1
+//! - t) picture + t noise` with their noise levels t, and the output is `noise - picture` (a
+//!   rectified flow). A world model has no vocabulary, so it is not a [`Decoder`](crate::Decoder),
+//!   but it uses the same `nn` and `checkpoint`.
 //!
 //! ```no_run
 //! use burn::tensor::Device;
@@ -31,6 +33,7 @@ mod embed;
 mod files;
 mod init;
 mod model;
+mod new_cache;
 mod pipeline;
 mod rope;
 

@@ -24,7 +24,7 @@ use crate::{
 /// The diffusion transformer of GameRFT.
 #[derive(Module, Debug)]
 pub struct GameRft {
-    /// From the channels of a latent pixel to those of a token, `[d_model, channels]`.
+    /// The projection of latent pixels to tokens, `[d_model, channels]`.
     pub input: Linear,
     /// The embedding of noise levels.
     pub level: Mlp,
@@ -34,7 +34,7 @@ pub struct GameRft {
     pub layers: Vec<Block>,
     /// The condition of the final norm: scales, then shifts, `[2 * d_model, d_model]`.
     pub norm: Linear,
-    /// From tokens to the channels of latent pixels, `[channels, d_model]`.
+    /// The projection of tokens to latent pixels, `[channels, d_model]`.
     pub output: Linear,
     #[module(skip)]
     pub(super) config: Config,
@@ -59,9 +59,9 @@ pub struct Block {
     pub mlp_gate: Linear,
 }
 
-/// What a layer attends with.
+/// The keys and values of a layer's attention.
 enum Memory<'a> {
-    /// All frames at once.
+    /// All frames of the input at once.
     Parallel(FrameConfig, FakeQuantOptions),
     /// The frames of a cache.
     Cache(&'a mut kv_cubecl::FrameCache, Store),
@@ -82,38 +82,37 @@ impl Memory<'_> {
 }
 
 impl GameRft {
-    /// The configuration the model was built from.
+    /// Returns the configuration that the model was built from.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Where its weights are.
+    /// Returns the device of the weights.
     pub(super) fn device(&self) -> Option<Device> {
         self.input.devices().into_iter().next()
     }
 
-    /// What each frame predicts, noise - picture, for all frames of a sequence at once, each seeing itself and those
-    /// before it in its layers' windows, as [`step`](Self::step) with a cache of `format` that lost none of them gives it
-    /// frame by frame. Differentiable.
+    /// Predicts noise - picture for all frames of a sequence in parallel. A frame sees itself and
+    /// the frames before it in its layers' windows. The result equals that of [`step`](Self::step)
+    /// with a cache of `format` that holds all frames, and is differentiable.
     ///
     /// # Shapes
-    ///
     /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on another device than the model, and
-    /// those of [`frame_attention`].
+    /// Fails with [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on
+    /// another device than the model, and as [`frame_attention`] does.
     pub fn forward(&self, input: Noised, format: KvCacheConfig) -> Result<Tensor<5>> {
         let formats = vec![format; self.layers.len()];
         self.forward_with(input, &formats, FakeQuantOptions::default())
     }
 
-    /// [`forward`](Self::forward) with a format for each layer, and a choice of how training treats quantizers.
+    /// Computes [`forward`](Self::forward) with a format for each layer and options of the
+    /// quantizer in training.
     ///
     /// # Errors
-    ///
-    /// Those of [`forward`](Self::forward), and [`Error::Argument`](crate::Error::Argument) for another number of formats.
+    /// Fails as [`forward`](Self::forward) does, and with
+    /// [`Error::Argument`](crate::Error::Argument) for another number of formats.
     pub fn forward_with(
         &self,
         input: Noised,
@@ -130,34 +129,33 @@ impl GameRft {
         })
     }
 
-    /// What one frame predicts, noise - picture, after those that `cache` holds. Of which noise level the cache's frames
-    /// are is not known any more when this one is stored: [`WorldCache::with_level`].
+    /// Predicts noise - picture for one frame after those in `cache`. Storing the frame makes the
+    /// noise level of the cache unknown; [`WorldCache::with_level`] sets it.
     ///
     /// # Shapes
-    ///
     /// - input: one frame
     /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on another device than the model, or a
-    /// cache of another model, and those of the [`FrameCache`](kv_cubecl::FrameCache); the cache is then unchanged.
+    /// Fails with [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on
+    /// another device than the model, and for a cache of another model; and as
+    /// [`FrameCache`](kv_cubecl::FrameCache) does. The cache is then unchanged.
     pub fn step(&self, input: Noised, cache: &mut WorldCache, store: Store) -> Result<Tensor<5>> {
         let [batch, frames] = input.check(&self.config, self.device().as_ref())?;
         let at = cache.check(&self.config, [batch, frames], store)?;
         let mut layers = cache.layers.iter_mut();
         let velocity = self.pass(input, at, |_| {
-            let layer = layers.next().expect("there are as many as layers of the model");
+            let layer = layers.next().expect("the cache has a ring for each layer");
             Memory::Cache(layer, store)
         })?;
         if store != Store::Peek {
-            // The host does not read the levels of the input.
+            // The host does not read the noise levels of the input.
             cache.set_level(None);
         }
         Ok(velocity)
     }
 
-    /// A pass through all layers; `first` is the absolute position of the first frame.
+    /// Runs all layers; `first` is the absolute position of the first frame.
     fn pass<'a>(
         &self,
         input: Noised,
@@ -198,7 +196,7 @@ impl Block {
             let heads = qkv.clone().narrow(2, i * d_model, n * d_model);
             heads.reshape([batch, tokens, n * n_heads, d_model / n_heads]).swap_dims(1, 2)
         };
-        let qk = rope.turn(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
+        let qk = rope.apply(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
         let [query, key] = [0, 1].map(|i| qk.clone().narrow(1, i * n_heads, n_heads));
         let attention = memory.attend([query, key, heads(2, 1)])?;
         let attention = attention.swap_dims(1, 2).reshape([batch, tokens, d_model]);
@@ -208,7 +206,8 @@ impl Block {
     }
 }
 
-/// `f(frames of x, numbers of each frame)`, where `of` makes the numbers of the condition, `[batch, frames, d_model]`.
+/// Computes `f(frames of x, condition of each frame)`. `of` projects the condition, `[batch,
+/// frames, d_model]`.
 fn by_frame(
     x: Tensor<3>,
     condition: &Tensor<3>,
@@ -220,8 +219,8 @@ fn by_frame(
     f(x, of.forward(condition.clone()).unsqueeze_dim(2)).reshape([batch, tokens, d_model])
 }
 
-/// The norm of x by root mean squares, with scales (less 1) and shifts that `of` makes of the condition, for all tokens
-/// of a frame alike.
+/// Applies an RMS norm, then scales (less 1) and shifts that `of` computes from the condition of a
+/// frame.
 fn modulated(x: Tensor<3>, condition: &Tensor<3>, of: &Linear) -> Tensor<3> {
     by_frame(x, condition, of, |x, numbers| {
         let d_model = x.dims()[3];
@@ -230,7 +229,7 @@ fn modulated(x: Tensor<3>, condition: &Tensor<3>, of: &Linear) -> Tensor<3> {
     })
 }
 
-/// x times gates that `of` makes of the condition, for all tokens of a frame alike.
+/// Multiplies x by gates that `of` computes from the condition of a frame.
 fn gated(x: Tensor<3>, condition: &Tensor<3>, of: &Linear) -> Tensor<3> {
     by_frame(x, condition, of, |x, gates| x * gates)
 }

@@ -1,4 +1,4 @@
-//! Frames from controls, one after the other.
+//! [`CausvidPipeline`]: generates frames from controls.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use kv_cubecl::Frames;
@@ -11,12 +11,13 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// Plays a world model: controls in, frames out.
+/// Plays a world model: computes a frame for each frame's controls.
 ///
-/// A frame begins as noise, at noise level 1, and is denoised in steps of Euler's method. The first steps look at the
-/// cache and store nothing; the last one stores the frame with the noise that is left, so that the cache holds frames as
-/// noisy as the context of training was, and what is left is then taken off. By default these are two steps, at the
-/// levels 1 and 0.25, as in CausVid (Yin et al., 2024, <https://arxiv.org/abs/2412.07772>) and the authors' pipeline.
+/// A frame starts as noise, at noise level 1, and Euler's method denoises it. The first steps read
+/// the cache and store nothing. The last step stores the frame with its remaining noise, so that
+/// the cache holds frames as noisy as the context in training; then this noise is removed. The
+/// default is two steps, at the levels 1 and 0.25, as in CausVid (Yin et al., 2024,
+/// <https://arxiv.org/abs/2412.07772>) and the authors' pipeline.
 #[derive(Debug)]
 pub struct CausvidPipeline {
     model: GameRft,
@@ -25,16 +26,16 @@ pub struct CausvidPipeline {
     rng: Xoshiro256PlusPlus,
 }
 
-/// The noise levels of the steps of a frame, the last that of the frames in the cache.
+/// The default noise levels of the steps. Frames in the cache have the last one.
 const LEVELS: [f32; 2] = [1.0, 0.25];
 
 impl CausvidPipeline {
-    /// Plays on from what `cache` holds; noise is a function of `seed`. Frames of another noise level than the pipeline
-    /// stores, after [`with_levels`](Self::with_levels), are refused when it is to play.
+    /// Continues the frames in `cache`; noise depends only on `seed`. Frames of another noise level
+    /// than that of [`with_levels`](Self::with_levels) cause an error when the next frame is
+    /// computed.
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`] for a cache of another model.
+    /// Fails with [`Error::Argument`] for a cache of another model.
     pub fn new(model: GameRft, cache: WorldCache, seed: u64) -> Result<Self> {
         let batch = cache.layers().first().map_or(0, |layer| layer.layout().shape().batch);
         cache.check(model.config(), [batch, 1], Store::Peek)?;
@@ -42,51 +43,51 @@ impl CausvidPipeline {
         Ok(Self { model, cache, levels: LEVELS.to_vec(), rng })
     }
 
-    /// Sets the noise levels of the steps, the first of them 1; frames are stored at the last one.
+    /// Sets the noise levels of the steps. The first must be 1; frames are stored at the last.
     ///
     /// # Errors
-    ///
-    /// [`Error::Argument`] for levels that do not begin with 1, do not fall, or end below 0, and for a last one that is not
-    /// the [level](WorldCache::level) of frames that the cache has.
+    /// Fails with [`Error::Argument`] for levels that do not start at 1, do not decrease, or end
+    /// below 0, and for a last level other than the [level](WorldCache::level) of the cache's
+    /// frames.
     pub fn with_levels(self, levels: &[f32]) -> Result<Self> {
         let falls = levels.windows(2).all(|pair| pair[0] > pair[1]);
         let ends = levels.last().is_some_and(|&last| last >= 0.0);
         if levels.first() != Some(&1.0) || !falls || !ends {
-            let rule = "must begin with 1 and fall, and be at least 0";
+            let rule = "must start at 1, decrease, and be at least 0";
             return Err(Error::argument("levels", format!("{levels:?}"), rule));
         }
         self.cache.check_level(levels)?;
         Ok(Self { levels: levels.to_vec(), ..self })
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &GameRft {
         &self.model
     }
 
-    /// What it has seen.
+    /// Returns the cache of frames.
     pub fn cache(&self) -> &WorldCache {
         &self.cache
     }
 
-    /// Frames so far.
+    /// Returns the number of frames so far.
     pub fn frames(&self) -> Frames {
         self.cache.written()
     }
 
-    /// Forgets all frames; the noise goes on.
+    /// Removes all frames. The random stream of noise continues.
     pub fn reset(&mut self) {
         self.cache.reset();
     }
 
-    /// The shape of a frame of the cache's streams.
+    /// Returns the shape of a frame of the cache's streams.
     fn shape(&self) -> [usize; 4] {
         let batch = self.cache.layers()[0].layout().shape().batch;
         let config = self.model.config();
         [batch, config.channels, config.sample_size, config.sample_size]
     }
 
-    /// Standard normal numbers for a frame.
+    /// Draws standard normal noise for a frame.
     fn noise(&mut self, device: &Device) -> Tensor<4> {
         let shape = self.shape();
         let n = shape.iter().product::<usize>();
@@ -94,24 +95,22 @@ impl CausvidPipeline {
         Tensor::from_data(TensorData::new(noise, shape), (device, DType::F32))
     }
 
-    /// The next frame, `[batch, channels, height, width]`, from noise that is drawn for it.
+    /// Computes the next frame, `[batch, channels, height, width]`, from new noise.
     ///
     /// # Errors
-    ///
-    /// Those of [`next_frame_from`](Self::next_frame_from); noise has then been drawn.
+    /// Fails as [`next_frame_from`](Self::next_frame_from) does. The noise has then been drawn.
     pub fn next_frame(&mut self, controls: &Controls) -> Result<Tensor<4>> {
         let noise = self.noise(&controls.mouse.device());
         self.next_frame_from(noise, controls)
     }
 
-    /// Stores a frame that is known, `[batch, channels, height, width]` in f32, f16 or bf16, as the next one, with noise
-    /// that is drawn for it: as much as computed frames have in the cache.
+    /// Stores a given frame, `[batch, channels, height, width]` in f32, f16 or bf16, as the next
+    /// one. Adds as much noise as computed frames have in the cache.
     ///
     /// # Errors
-    ///
-    /// Those of [`GameRft::step`], and [`Error::Argument`] for a frame of another shape or on another device than the
-    /// model, and for a cache of frames of another noise level; the cache is then unchanged, and noise may have been
-    /// drawn.
+    /// Fails as [`GameRft::step`] does, and with [`Error::Argument`] for a frame of another shape
+    /// or on another device than the model, and for a cache of frames of another noise level. The
+    /// cache is then unchanged; the noise may have been drawn.
     pub fn see(&mut self, frame: Tensor<4>, controls: &Controls) -> Result<()> {
         self.cache.check_level(&self.levels)?;
         let device = frame.device();
@@ -125,7 +124,7 @@ impl CausvidPipeline {
         self.step(input, level, Store::Update).map(drop)
     }
 
-    /// A step of the model; a frame that is stored is of noise level `level`, as those before it are.
+    /// Runs a step of the model. A stored frame has noise level `level`, like those before it.
     fn step(&mut self, input: Noised, level: f32, store: Store) -> Result<Tensor<5>> {
         let velocity = self.model.step(input, &mut self.cache, store)?;
         if store != Store::Peek {
@@ -134,13 +133,12 @@ impl CausvidPipeline {
         Ok(velocity)
     }
 
-    /// The next frame from this noise, `[batch, channels, height, width]` in f32, f16 or bf16, for the controls of one
-    /// frame; in f32.
+    /// Computes the next frame from the noise `[batch, channels, height, width]`, in f32, f16 or
+    /// bf16, and the controls of one frame. The frame is in f32.
     ///
     /// # Errors
-    ///
-    /// Those of [`GameRft::step`], and [`Error::Argument`] for a cache of frames of another noise level; the cache is then
-    /// unchanged.
+    /// Fails as [`GameRft::step`] does, and with [`Error::Argument`] for a cache of frames of
+    /// another noise level. The cache is then unchanged.
     pub fn next_frame_from(&mut self, noise: Tensor<4>, controls: &Controls) -> Result<Tensor<4>> {
         self.cache.check_level(&self.levels)?;
         let mut x = noise.cast(DType::F32).unsqueeze_dim::<5>(1);
@@ -159,7 +157,7 @@ impl CausvidPipeline {
         Ok(x.squeeze_dim(1))
     }
 
-    /// A frame for each of a stream of controls, each computed when it is asked for.
+    /// Returns an iterator that computes a frame for each of `controls`.
     pub fn play<'a>(
         &'a mut self,
         controls: impl IntoIterator<Item = Controls> + 'a,

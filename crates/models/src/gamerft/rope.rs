@@ -1,4 +1,4 @@
-//! RopeTable positions in time and along both axes of a frame.
+//! Rope over time and both axes of a frame.
 
 use core::f64::consts::PI;
 
@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::Config;
 
-/// The cosines and sines by which the tokens of some consecutive frames turn, `[1, 1, tokens, head_dim / 2]` each.
+/// The cosines and sines of the tokens of consecutive frames, `[1, 1, tokens, head_dim / 2]` each.
 #[derive(Clone, Debug)]
 pub(super) struct FrameRope {
     cos: Tensor<4>,
@@ -14,19 +14,21 @@ pub(super) struct FrameRope {
 }
 
 impl FrameRope {
-    /// Those of `frames` frames from the `first` one on.
+    /// Computes the rope of `frames` frames, starting with frame `first`.
     ///
-    /// A head's pairs of channels turn, a quarter of them each, by its frame, its row and its column, and a quarter not
-    /// at all; pair i of n of a quarter by `PI * linspace(1, 128, n)[i]` times a position. Positions go from -1 to 1
-    /// over the frames of training, and along the axes from -1 on in steps of 2 over the size. Angles are computed in
-    /// 64 bits, so that those of late frames are as exact as those of early ones.
+    /// A quarter of a head's channel pairs encodes the frame, a quarter the row, a quarter the
+    /// column, and a quarter nothing. Pair i of n in a quarter has frequency `PI * linspace(1, 128,
+    /// n)[i]`. Positions go from -1 to 1 over the frames of training, and along the axes from -1 in
+    /// steps of 2 over the size. Angles are computed in 64 bits, so late frames are as exact as
+    /// early ones.
     pub(super) fn new(config: &Config, first: u64, frames: usize, device: &Device) -> Self {
         let (size, quarter) = (config.sample_size, config.head_dim() / 8);
         let last = (quarter - 1).max(1) as f64;
         let frequencies =
             (0..quarter).map(|i| PI * (1.0 + (MAX_FREQUENCY - 1.0) * i as f64 / last));
         let frequencies: Vec<f64> = frequencies.collect();
-        let turned = |position: f64| frequencies.iter().map(move |frequency| position * frequency);
+        let angles_at =
+            |position: f64| frequencies.iter().map(move |frequency| position * frequency);
         let along = |i: usize| 2.0 * i as f64 / size as f64 - 1.0;
         let pairs = 4 * quarter;
         let mut angles = Vec::with_capacity(frames * size * size * pairs);
@@ -36,7 +38,7 @@ impl FrameRope {
                 (0..size).flat_map(|row| (0..size).map(move |column| (row, column)))
             {
                 let positions = [time, along(row), along(column)];
-                angles.extend(positions.into_iter().flat_map(turned));
+                angles.extend(positions.into_iter().flat_map(angles_at));
                 angles.extend(core::iter::repeat_n(0.0, quarter));
             }
         }
@@ -48,13 +50,13 @@ impl FrameRope {
         Self { cos: table(f64::cos), sin: table(f64::sin) }
     }
 
-    /// Turns pairs of neighboring channels; the first channels of all pairs then come first, as in the authors' code.
+    /// Applies rope to pairs of neighboring channels. In the output, the first channels of all
+    /// pairs precede the second ones, as in the authors' code.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, heads, tokens, head_dim]`
     /// - output: the same
-    pub(super) fn turn(&self, x: Tensor<4>) -> Tensor<4> {
+    pub(super) fn apply(&self, x: Tensor<4>) -> Tensor<4> {
         let [batch, heads, tokens, head_dim] = x.dims();
         let pairs = x.reshape([batch, heads, tokens, head_dim / 2, 2]);
         let [a, b] = [0, 1].map(|i| pairs.clone().narrow(4, i, 1).squeeze_dim::<4>(4));
@@ -64,5 +66,5 @@ impl FrameRope {
     }
 }
 
-/// The highest frequency of an axis, in half turns for a step of 1.
+/// The highest frequency of an axis, in half turns per unit.
 const MAX_FREQUENCY: f64 = 128.0;

@@ -3,11 +3,11 @@
 
 use burn::{module::Module, tensor::Tensor};
 
-use super::{Config, files::NAMES};
+use super::{Config, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerSpec, Result, Role, Roles,
-    checkpoint::{Exports, Names, Weights},
-    nn::{GatedMlp, Linear, Memory, QkNorms, RmsNorm, RopeRows, by_rows},
+    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
+    checkpoint::Names,
+    nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
 };
 
 /// Gemma 3, <https://arxiv.org/abs/2503.19786>.
@@ -16,7 +16,7 @@ pub type Gemma3 = DecoderStack<Layer>;
 /// One layer of [`Gemma3`].
 #[derive(Module, Debug)]
 pub struct Layer {
-    /// Norm before attention.
+    /// Norm of the input of attention.
     pub attention_norm: RmsNorm,
     /// Query, key and value rows in one matrix.
     pub qkv: Linear,
@@ -24,15 +24,19 @@ pub struct Layer {
     pub qk_norms: QkNorms,
     /// The output projection of attention.
     pub output: Linear,
-    /// Norm of what attention adds.
+    /// Norm of the output of attention.
     pub post_attention_norm: RmsNorm,
-    /// Norm before the MLP.
+    /// Norm of the input of the MLP.
     pub mlp_norm: RmsNorm,
     /// The MLP.
     pub mlp: GatedMlp,
-    /// Norm of what the MLP adds.
+    /// Norm of the output of the MLP.
     pub post_mlp_norm: RmsNorm,
 }
+
+const POST_ATTENTION: &str = "post_attention_layernorm";
+const MLP_NORM: &str = "pre_feedforward_layernorm";
+const POST_MLP: &str = "post_feedforward_layernorm";
 
 impl DecoderLayer for Layer {
     type Config = Config;
@@ -41,15 +45,47 @@ impl DecoderLayer for Layer {
     const NAME: &'static str = "Gemma3";
     const NAMES: &'static Names = &NAMES;
 
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        rope: Option<&RopeRows>,
-        spec: &LayerSpec,
-        memory: Memory<'_>,
-    ) -> Result<Tensor<3>> {
+    fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
+        let shared = &config.shared;
+        let (width, wide, bias) =
+            (shared.hidden_size, shared.intermediate_size, shared.attention_bias);
+        let head_dim = shared.head_dim;
+        let heads = shared.n_heads * head_dim;
+        Ok(Self {
+            attention_norm: source.norm_plus_one("input_layernorm", width)?,
+            qk_norms: QkNorms {
+                query: source.norm_plus_one("self_attn.q_norm", head_dim)?,
+                key: source.norm_plus_one("self_attn.k_norm", head_dim)?,
+            },
+            post_attention_norm: source.norm_plus_one(POST_ATTENTION, width)?,
+            mlp_norm: source.norm_plus_one(MLP_NORM, width)?,
+            post_mlp_norm: source.norm_plus_one(POST_MLP, width)?,
+            qkv: source.fused(&shared.qkv(), width, bias)?,
+            output: source.residual("self_attn.o_proj", [width, heads], bias)?,
+            mlp: GatedMlp {
+                gate_up: source.fused(&gate_up(config), width, false)?,
+                down: source.residual("mlp.down_proj", [width, wide], false)?,
+                gating: Gating::GeluTanh,
+            },
+        })
+    }
+
+    fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
+        visitor.fused(Role::Qkv, &config.shared.qkv(), &self.qkv);
+        visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
+        visitor.fused(Role::Mlp, &gate_up(config), &self.mlp.gate_up);
+        visitor.linear(Role::Mlp, "mlp.down_proj", &self.mlp.down);
+        visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
+        let names = ["self_attn.q_norm", "self_attn.k_norm"];
+        visitor.qk_norms(Role::AttentionNorm, names, &self.qk_norms);
+        visitor.norm(Role::AttentionNorm, POST_ATTENTION, &self.post_attention_norm);
+        visitor.norm(Role::MlpNorm, MLP_NORM, &self.mlp_norm);
+        visitor.norm(Role::MlpNorm, POST_MLP, &self.post_mlp_norm);
+    }
+
+    fn forward(&self, x: Tensor<3>, context: LayerContext<'_>) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
-        let heads = spec.attend_normed(qkv, Some(&self.qk_norms), rope, memory)?;
+        let heads = context.attend(qkv, Some(&self.qk_norms))?;
         let x = x + by_rows(heads, |x| self.post_attention_norm.forward(self.output.forward(x)));
         Ok(by_rows(x, |x| {
             let added = self.mlp.forward_normed(x.clone(), &self.mlp_norm);
@@ -57,30 +93,15 @@ impl DecoderLayer for Layer {
         }))
     }
 
-    fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::AttentionNorm, &self.attention_norm);
-        roles.add(Role::AttentionNorm, &self.qk_norms);
-        roles.add(Role::AttentionNorm, &self.post_attention_norm);
-        roles.add(Role::Qkv, &self.qkv);
-        roles.add(Role::AttentionOutput, &self.output);
-        roles.add(Role::MlpNorm, &self.mlp_norm);
-        roles.add(Role::MlpNorm, &self.post_mlp_norm);
-        roles.add(Role::Mlp, &self.mlp);
-    }
-
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![&mut self.qkv, &mut self.output, &mut self.mlp.gate_up, &mut self.mlp.down]
     }
 
-    fn import_norm(config: &Config, width: usize, weights: &mut Weights) -> Result<RmsNorm> {
-        weights.rms_norm_plus_one(Self::NORM, width, config.norm_epsilon)
+    fn final_norm(width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
+        source.norm_plus_one(Self::NORM, width)
     }
+}
 
-    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
-        Self::take(config, i, weights)
-    }
-
-    fn export(&self, config: &Config, i: usize, exports: &mut Exports) {
-        self.give(config, i, exports);
-    }
+fn gate_up(config: &Config) -> [(&'static str, usize); 2] {
+    ["mlp.gate_proj", "mlp.up_proj"].map(|name| (name, config.shared.intermediate_size))
 }

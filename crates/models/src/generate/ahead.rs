@@ -1,4 +1,4 @@
-//! Kernels that are compiled before they are needed.
+//! Compiles kernels before they are needed.
 
 use std::thread::{self, JoinHandle};
 
@@ -9,28 +9,28 @@ use tracing::trace_span;
 use super::{DecodeGraph, GenerateOptions, generate};
 use crate::{LanguageModel, spans::PHASE};
 
-/// Tokens of the prompt: of few and of many tokens at once, products are kernels of their own.
+/// The prompt length. Prefill and decode use different kernels for matrix products.
 const PROMPT: usize = 48;
-/// Tokens that are generated: the second is by a step alone.
+/// The generated tokens. The second is the first decode step.
 const TOKENS: usize = 3;
 
-/// A device that compiles kernels while the host does something else: those of a prompt and of decode steps, recorded
-/// where the device can.
+/// Compiles the kernels of prefill and decode on a device while the host does something else.
+/// Decode steps use graph capture where the device supports it.
 ///
-/// A device compiles a kernel when it is launched for the first time, which for those of a model takes as long as many
-/// tokens. The kernels of all layers are the same, so that a model of one layer, as
-/// [`LoadObserver::first_layer`](crate::LoadObserver::first_layer) gives it, compiles them while the others are read.
-/// Dropping it waits for the end.
+/// A device compiles a kernel on its first launch, which for a model takes as long as many tokens.
+/// All layers use the same kernels, so a model of one layer, from
+/// [`LoadObserver::first_layer`](crate::LoadObserver::first_layer), compiles them while the other
+/// layers load. Dropping the value waits for the end.
 #[derive(Debug)]
 pub struct CompileAhead(Option<JoinHandle<()>>);
 
 impl CompileAhead {
-    /// Generates some tokens with `model` on a thread of its own. What goes wrong is not told: it goes wrong again where
-    /// the model itself is used.
+    /// Generates a few tokens with `model` on a new thread. Errors are ignored, because the model
+    /// itself reports them when it is used.
     pub fn start(model: LanguageModel, cache: KvCacheConfig, device: &Device) -> Self {
         let device = device.clone();
         let compile = move || {
-            // What is generated here is no prompt and no step of the run.
+            // The profile must not count this as a prefill or decode step of the run.
             let _phase = trace_span!(target: PHASE, "compile").entered();
             let Ok(mut cache) = model.new_cache(cache, 1, &device) else { return };
             let recorded = model.decoder().captures() && DecodeGraph::is_supported(&device);
@@ -48,7 +48,7 @@ impl CompileAhead {
 impl Drop for CompileAhead {
     fn drop(&mut self) {
         if let Some(thread) = self.0.take() {
-            // A panic has been printed.
+            // The panic message has been printed.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! Several texts continued together.
+//! [`Batch`]: continuous batching of several texts.
 
 use std::{
     collections::VecDeque,
@@ -15,12 +15,12 @@ use super::{
 };
 use crate::{Error, LanguageModel, ModelCache, Result, spans::PHASE};
 
-/// Texts that are continued together, as many at a time as the cache has slots: prompts are read one
-/// after the other into free slots, all that are read take each step together, and a text that ends makes
-/// room for the next.
+/// Continues several texts at once, one in each slot of the cache. Prompts are prefilled one after
+/// the other into free slots. All texts in slots take decode steps together, and a text that ends
+/// frees its slot for the next.
 ///
-/// Each text has a random stream of its own, so that what is drawn for it does not depend on the others;
-/// text `i` draws as one alone does whose seed is greater by `i`.
+/// Each text has its own random stream, so its tokens do not depend on the others. Text `i` gets
+/// the tokens of a single text whose seed is greater by `i`.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
@@ -47,85 +47,86 @@ pub struct Batch<'a> {
     cache: &'a mut ModelCache,
     device: &'a Device,
     options: GenerateOptions,
-    /// Of one sequence: where prompts are read, by chunks.
+    /// A cache of one sequence, in which prompts are prefilled.
     reader: ModelCache,
     waiting: VecDeque<Text>,
     /// The text in each slot of the cache.
     slots: Vec<Option<Text>>,
     events: VecDeque<Event>,
-    /// Texts so far, which number the next.
+    /// The number of texts so far, which is the number of the next text.
     n_texts: usize,
     totals: BatchTotals,
-    /// Steps so far.
+    /// The number of decode steps so far.
     steps: usize,
 }
 
-/// What happens to a text. Texts are numbered from 0, in the order in which they came.
+/// An event of one text. Texts are numbered from 0 in the order of [`Batch::push`].
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A token was generated. An end-of-text id is none.
+    /// A token was generated. An end-of-text id causes no event.
     Token {
-        /// The text.
+        /// The number of the text.
         text: usize,
-        /// The token.
+        /// The id of the token.
         id: u32,
     },
     /// The text has ended, and its slot is free.
     End {
-        /// The text.
+        /// The number of the text.
         text: usize,
-        /// What became of it. Its times are those in which the other texts went on, too.
+        /// The generated text and statistics. Times include the steps of other texts.
         generated: Generated,
     },
 }
 
-/// What a [`Batch`] has done for all of its texts.
+/// The statistics of all texts of a [`Batch`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BatchTotals {
     /// Prompt tokens.
     pub prefill_tokens: usize,
-    /// Time to read the prompts.
+    /// Time of all prefills.
     pub prefill_time: Duration,
-    /// Tokens of all texts that were passed through the model one at a time.
+    /// Tokens of all texts that were decoded one at a time.
     pub decode_tokens: usize,
-    /// Time for that, sampling included.
+    /// Time of all decode steps, including sampling.
     pub decode_time: Duration,
 }
 
 impl BatchTotals {
-    /// Prompt tokens per second.
+    /// Returns the prompt tokens per second.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         per_second(self.prefill_tokens, self.prefill_time)
     }
 
-    /// Decoded tokens per second, of all texts together.
+    /// Returns the decoded tokens per second of all texts together.
     pub fn decode_tokens_per_second(&self) -> f64 {
         per_second(self.decode_tokens, self.decode_time)
     }
 }
 
-/// Zero for nothing.
+/// Returns `n / time`, and 0 for no tokens.
 fn per_second(n: usize, time: Duration) -> f64 {
     if n == 0 { 0.0 } else { n as f64 / time.as_secs_f64() }
 }
 
-/// A text that waits or is continued.
+/// A text that waits or is being continued.
 #[derive(Debug)]
 struct Text {
     number: usize,
     picker: Picker,
-    /// The prompt, then what was generated.
+    /// The prompt, followed by the generated ids.
     ids: Vec<u32>,
     n_prompt: usize,
     prefill_time: Duration,
     first_token_time: Duration,
-    /// When the prompt was read.
+    /// The end of the prefill.
     start: Instant,
     decode_tokens: usize,
 }
 
 impl Text {
-    /// Takes the next token, where `remaining` more have room; why the text ends, if it does.
+    /// Appends the next token, when `remaining` more tokens fit. Returns the reason if the text
+    /// ends.
     fn take(
         &mut self,
         id: u32,
@@ -160,11 +161,10 @@ impl Text {
 }
 
 impl<'a> Batch<'a> {
-    /// No texts yet; `options` are those of each.
+    /// Creates a batch without texts; `options` apply to each text.
     ///
     /// # Errors
-    ///
-    /// A cache that holds tokens, invalid sampling options, or steps that are to be recorded.
+    /// Fails for a cache that holds tokens, for invalid sampling options, and for graph capture.
     pub fn new(
         model: &'a LanguageModel,
         cache: &'a mut ModelCache,
@@ -176,7 +176,7 @@ impl<'a> Batch<'a> {
             return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
         }
         if options.recorded == Some(true) {
-            let rule = "steps of sequences of different lengths cannot be recorded";
+            let rule = "sequences of different lengths do not support graph capture";
             return Err(Error::argument("recorded", true, rule));
         }
         if !cache.is_empty() {
@@ -202,11 +202,10 @@ impl<'a> Batch<'a> {
         })
     }
 
-    /// Adds a text, which starts as soon as there is a slot; at any time. Returns its number.
+    /// Adds a text, which starts as soon as a slot is free. Returns its number.
     ///
     /// # Errors
-    ///
-    /// An empty prompt, or one that exceeds the cache or the model.
+    /// Fails for an empty prompt, and for one that exceeds the cache or the model.
     pub fn push(&mut self, prompt: &[u32]) -> Result<usize> {
         self.reader.reset();
         self.reader.check(1, prompt.len())?;
@@ -229,11 +228,10 @@ impl<'a> Batch<'a> {
         Ok(number)
     }
 
-    /// The next token or end of a text; `None` when all texts have ended.
+    /// Returns the next event; `None` when all texts have ended.
     ///
     /// # Errors
-    ///
-    /// Logits that are not finite.
+    /// Fails for logits that are not finite.
     pub fn next_event(&mut self) -> Result<Option<Event>> {
         loop {
             if let Some(event) = self.events.pop_front() {
@@ -248,7 +246,8 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Ends a text that waits or is continued, by [`Stop::Callback`]. Whether there was one of that number.
+    /// Ends a text with [`Stop::Callback`], whether it waits or is being continued. Returns whether
+    /// there was such a text.
     pub fn stop(&mut self, text: usize) -> bool {
         let waiting = self.waiting.iter().position(|waiting| waiting.number == text);
         let ended = match waiting.and_then(|index| self.waiting.remove(index)) {
@@ -257,7 +256,7 @@ impl<'a> Batch<'a> {
                 let is_it = |slot: &Option<Text>| slot.as_ref().is_some_and(|t| t.number == text);
                 let slot = self.slots.iter().position(is_it);
                 slot.and_then(|slot| {
-                    // Its slot holds at least its prompt.
+                    // Its slot holds at least the prompt.
                     self.cache.remove(slot).ok()?;
                     self.slots[slot].take()
                 })
@@ -268,12 +267,13 @@ impl<'a> Batch<'a> {
         stopped
     }
 
-    /// What was done so far.
+    /// Returns the statistics of all texts so far.
     pub fn totals(&self) -> BatchTotals {
         self.totals
     }
 
-    /// Reads the prompt of a text and, unless the text ends with its first token, gives it the slot.
+    /// Prefills the prompt of a text and gives it the slot, unless the text ends with its first
+    /// token.
     fn start(&mut self, slot: usize, mut text: Text) -> Result<()> {
         let start = Instant::now();
         self.reader.reset();
@@ -302,7 +302,7 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// Appends to each text the token that was picked last, and picks the next.
+    /// Appends the last token of each text and picks the next.
     fn step(&mut self) -> Result<()> {
         let (start, n) = (Instant::now(), self.steps + 1);
         let _phase = trace_span!(target: PHASE, "decode", n).entered();

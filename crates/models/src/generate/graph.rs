@@ -1,4 +1,4 @@
-//! The decode step recorded once and replayed.
+//! [`DecodeGraph`]: a decode step, captured once and replayed.
 
 use std::{cell::RefCell, collections::BTreeSet, fmt, marker::PhantomData, rc::Rc};
 
@@ -12,15 +12,15 @@ use crate::{
     spans::{OPERATION, PHASE, REPLAY},
 };
 
-/// One decode step of a model over its cache, recorded with [`capture`] and replayed for every
-/// token. While the graph lives it holds the layers of the cache; dropping it gives them back, with
-/// the tokens that were appended.
+/// A decode step of a model over its cache, captured with [`capture`] and replayed for every token.
+/// The graph holds the layers of the cache; dropping it returns them with the appended tokens.
 ///
-/// A step is some hundred launches of small kernels, which a recording sends to the device at once:
-/// on CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. On a device that cannot
-/// record (see [`is_captured`](Self::is_captured)), every replay launches the kernels again. The step picks its next
-/// token itself, and token and position stay on the device, so that [`continued`](Self::continued) waits for it once
-/// per call and not once per token, and reads no logits.
+/// A step is some hundred launches of small kernels. Graph capture sends them to the device at
+/// once: on CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Without support
+/// for capture (see [`is_captured`](Self::is_captured)), every replay launches the kernels again.
+/// The step picks its next token itself, and token and position stay on the device. So
+/// [`continued`](Self::continued) waits for the device once per call rather than once per token,
+/// and reads no logits.
 ///
 /// ```no_run
 /// # fn main() -> kv_models::Result<()> {
@@ -37,35 +37,36 @@ use crate::{
 /// # }
 /// ```
 ///
-/// A graph is neither `Send` nor `Sync`: a replay is ordered only against the work of the thread
-/// that made the recording.
+/// A graph is neither `Send` nor `Sync`, because a replay is ordered only with the work of the
+/// thread that captured it.
 pub struct DecodeGraph<'a> {
     /// Gets its layers back when the graph is dropped.
     cache: &'a mut ModelCache,
     graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
     bound: Rc<RefCell<Bound>>,
-    /// The position stored on the device; `None` when the host does not know it.
+    /// The position on the device; `None` when the host does not know it.
     position: Option<usize>,
-    /// The token stored on the device, where the host has read it.
+    /// The token on the device, if the host has read it.
     id: Option<u32>,
     eos: BTreeSet<u32>,
     device: Device,
-    /// Neither `Send` nor `Sync`, whatever the other fields are.
+    /// Makes the type neither `Send` nor `Sync`.
     one_thread: PhantomData<*const ()>,
 }
 
-/// The buffers that the recording reads and writes, which therefore must stay the same.
+/// The buffers that the captured step reads and writes. They must stay the same.
 struct Bound {
     model: LanguageModel,
     cache: ModelCache,
-    /// The tokens to append and their position; after a step those that were picked and the next position.
+    /// The tokens to append and their position; after a step, the picked tokens and the next
+    /// position.
     cursor: Cursor,
     draw: Draw,
 }
 
 impl Bound {
-    /// Appends the cursor's tokens and moves it to those that are picked next. If the text has ended, that is past the
-    /// capacity, where further steps write nothing.
+    /// Appends the cursor's tokens and moves the cursor to the picked ones. After an end-of-text id
+    /// its position is past the capacity, where further steps write nothing.
     fn step(&mut self) -> Result<Tensor<2>> {
         let Self { model, cache, cursor, draw } = self;
         let logits = model.step_at(cursor.ids().clone(), cache, cursor.position())?;
@@ -76,19 +77,19 @@ impl Bound {
 }
 
 impl<'a> DecodeGraph<'a> {
-    /// Whether steps on `device` can be recorded.
+    /// Returns whether `device` supports graph capture.
     pub fn is_supported(device: &Device) -> bool {
         let one = Tensor::<1>::ones([1], device);
         capture(device, move || one.clone() + 1.0).is_hardware()
     }
 
-    /// Records a step of `model` on `device` over `cache`, which may hold tokens already.
-    /// `draw` picks tokens, and [`continued`](Self::continued) stops after any id in `eos`.
+    /// Captures a step of `model` on `device` over `cache`, which may hold tokens. `draw` picks
+    /// tokens, and [`continued`](Self::continued) stops after any id in `eos`.
     ///
     /// # Errors
-    ///
-    /// A non-empty `eos` with a cache for a batch other than 1, sequences of different lengths, an id outside
-    /// the vocabulary, an invalid `draw`, or a cache that does not fit the model.
+    /// Fails for a non-empty `eos` with another batch than 1, for sequences of different lengths,
+    /// for an id outside the vocabulary, for an invalid `draw`, and for a cache that does not fit
+    /// the model.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
@@ -99,16 +100,17 @@ impl<'a> DecodeGraph<'a> {
         let _phase = trace_span!(target: PHASE, "record").entered();
         let batch = cache.batch();
         if !eos.is_empty() && batch != 1 {
-            return Err(Error::argument("batch", batch, "must be 1 for texts that end"));
+            return Err(Error::argument("batch", batch, "must be 1 with end-of-text ids"));
         }
         if !cache.is_even() {
             let lens = format!("{:?} tokens", cache.lens());
-            let rule = "sequences must be of one length to be recorded";
+            let rule = "sequences must have equal lengths for graph capture";
             return Err(Error::argument("cache", lens, rule));
         }
         let ends: Vec<u32> = eos.iter().copied().collect();
         check_ids(model, &ends)?;
-        // Recording runs the step a few times, which must read and write nothing.
+        // Capture runs the step a few times. At a position past the capacity, the step writes
+        // nothing.
         let cursor = Cursor::idle(batch, &ends, device)?.with_past(cache.capacity());
         let mut bound = Bound { model: model.clone(), cursor, draw, cache: cache.take() };
         if let Err(error) = bound.step() {
@@ -117,79 +119,77 @@ impl<'a> DecodeGraph<'a> {
         }
         let bound = Rc::new(RefCell::new(bound));
         let held = bound.clone();
-        let step = move || held.borrow_mut().step().expect("it went well just before");
+        let step = move || held.borrow_mut().step().expect("the same step succeeded before");
         let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
         let (eos, device) = (eos.clone(), device.clone());
         let one_thread = PhantomData;
         Ok(Self { cache, graph, bound, position: None, id: None, eos, device, one_thread })
     }
 
-    /// Whether a replay sends a recording to the device; if not, it runs the step again.
+    /// Returns whether a replay sends a captured graph to the device. Otherwise it runs the step
+    /// again.
     pub fn is_captured(&self) -> bool {
         self.graph.is_hardware()
     }
 
-    /// Tokens in the cache.
+    /// Returns the number of tokens in the cache.
     pub fn len(&self) -> usize {
         self.bound.borrow().cache.len()
     }
 
-    /// Whether the cache holds no token.
+    /// Returns whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Tokens that may still be appended.
+    /// Returns how many tokens can still be appended.
     pub fn remaining(&self) -> usize {
         self.bound.borrow().cache.remaining()
     }
 
-    /// Appends one token to every sequence and returns the logits after it, `[batch, vocab]`, in a
+    /// Appends one token to every sequence. Returns the logits after it, `[batch, vocab]`, in a
     /// buffer that the next step overwrites.
     ///
     /// # Errors
-    ///
-    /// A number of ids other than one per sequence, an id outside the vocabulary, or no room for
-    /// another token.
+    /// Fails unless there is one id per sequence, for an id outside the vocabulary, and for a full
+    /// cache.
     pub fn step(&mut self, ids: &[u32]) -> Result<&Tensor<2>> {
         self.start(ids, 1)?;
         self.replay();
         if !self.eos.is_empty() {
-            // If the token that is picked ends the text, the step has moved the device's position past
-            // the capacity, and the host cannot tell.
+            // If the picked token is an end-of-text id, the position on the device is past the
+            // capacity. The host cannot know this without waiting.
             self.position = None;
         }
         self.advance(1)?;
         Ok(self.graph.output())
     }
 
-    /// The token that the last [`step`](Self::step) of one text has picked.
+    /// Returns the token that the last [`step`](Self::step) of a single sequence picked.
     ///
     /// # Errors
-    ///
-    /// A step since the last call whose logits were not finite.
+    /// Fails if the logits of a step since the last call were not finite.
     pub fn picked(&mut self) -> Result<u32> {
         let bound = &mut *self.bound.borrow_mut();
         self.id = read_ids(core::slice::from_mut(&mut bound.cursor))?.pop();
-        self.id.ok_or_else(|| Error::argument("picked", "none", "a graph has a text"))
+        self.id.ok_or_else(|| Error::argument("picked", "none", "must be one token"))
     }
 
-    /// Appends `first`, then one by one the tokens that are picked next, and returns these, up to
-    /// `max_tokens`. The last of them is not appended yet: it is the `first` of the next call.
-    /// Stops after an end-of-text id.
+    /// Appends `first` and the tokens picked after it, and returns up to `max_tokens` picked
+    /// tokens. The last of them is not appended yet: pass it as `first` to the next call. Stops
+    /// after an end-of-text id.
     ///
     /// # Errors
-    ///
-    /// A batch other than 1, an id outside the vocabulary, no room for `max_tokens`, or logits of
-    /// any step that are not finite; in that case the tokens are in the cache but not returned.
+    /// Fails for another batch than 1, for an id outside the vocabulary, for `max_tokens` that do
+    /// not fit, and for logits that are not finite. In the last case the tokens are in the cache
+    /// but not returned.
     pub fn continued(&mut self, first: u32, max_tokens: usize) -> Result<Vec<u32>> {
         if max_tokens == 0 {
             return Ok(vec![]);
         }
         self.start(&[first], max_tokens)?;
         self.bound.borrow_mut().cursor.mend();
-        // The chosen ids, and in the last place the number of steps with logits that were not
-        // finite.
+        // The picked ids, followed by the number of steps with logits that were not finite.
         let mut chosen = ids_to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
         let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
@@ -232,13 +232,13 @@ impl<'a> DecodeGraph<'a> {
 
     fn replay(&mut self) {
         let _span = trace_span!(target: OPERATION, REPLAY).entered();
-        // SAFETY: what the step reads and writes is in `bound` or in the graph itself and lives as
-        // long as `self`. As `self` is not `Send`, this is the thread that made the recording, and
-        // all work is in order on one stream.
+        // SAFETY: all buffers of the step are in `bound` or in the graph and live as long as
+        // `self`. As `self` is not `Send`, this is the thread that captured the graph, and all work
+        // is in order on one stream.
         unsafe { self.graph.replay() };
     }
 
-    /// Adds the appended tokens to the lengths that the host keeps.
+    /// Adds the appended tokens to the lengths on the host.
     fn advance(&mut self, tokens: usize) -> Result<()> {
         self.bound.borrow_mut().cache.advance(tokens)?;
         self.position = self.position.map(|position| position + tokens);

@@ -1,4 +1,4 @@
-//! Continuing a text, token by token.
+//! Generates text token by token.
 
 mod ahead;
 mod batch;
@@ -29,25 +29,26 @@ use crate::{
     spans::{OPERATION, PHASE},
 };
 
-/// When [`generate`] stops and how it picks tokens.
+/// The options of [`generate`]: limits, sampling, and how steps run.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     /// The most tokens to generate.
     pub max_tokens: usize,
-    /// How a token is picked from the logits.
+    /// The sampling parameters.
     pub sampling: Sampling,
-    /// Ids that end the text. The one that is generated is in [`Generated::ids`], but is not passed
-    /// to the callback.
+    /// Ids that end the text. [`Generated::ids`] includes the end-of-text id, but the callback does
+    /// not get it.
     pub eos: BTreeSet<u32>,
-    /// Prompt tokens per pass; it bounds the memory and does not change the result.
+    /// Prompt tokens per prefill chunk. It limits memory and does not change the result.
     pub prefill_chunk: usize,
-    /// Record the step of one token once and replay it, see [`DecodeGraph`]; `None` for where that
-    /// [pays](Steps::pays_recorded).
+    /// Use of graph capture for decode steps, see [`DecodeGraph`]; `None` decides by
+    /// [`Steps::pays_recorded`].
     pub recorded: Option<bool>,
 }
 
 impl Default for GenerateOptions {
-    /// 256 tokens, greedy, no end-of-text id, prefill by 512, steps recorded where it pays.
+    /// Returns 256 tokens, greedy, no end-of-text id, prefill chunks of 512, and graph capture
+    /// where it pays off.
     fn default() -> Self {
         Self {
             max_tokens: 256,
@@ -60,17 +61,18 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// Width of the residual stream from which on a chunk of half as many tokens is as fast on the CPU, and what it
-    /// computes with half as large.
+    /// The smallest width of the residual stream at which chunks of half the size are as fast on
+    /// the CPU. They also halve the memory of a prefill.
     const WIDE: usize = 2048;
 
-    /// The default, with [chunks](Self::prefill_chunk_for) of prompts that suit a model on a device.
+    /// Returns the default with the [prefill chunk](Self::prefill_chunk_for) for a model on a
+    /// device.
     pub fn suiting(model: &LanguageModel, device: &Device) -> Self {
         Self { prefill_chunk: Self::prefill_chunk_for(model.spec(), device), ..Self::default() }
     }
 
-    /// Tokens of the chunks of prompts that suit a model on a device: 256 for one at least 2048 channels wide on the CPU,
-    /// else 512. What plans memory asks this too, so that it counts the passes that there will be.
+    /// Returns the tokens of a prefill chunk for a model on a device: 256 for a width of at least
+    /// 2048 on the CPU, otherwise 512. Memory plans use the same number.
     pub fn prefill_chunk_for(spec: &ModelSpec, device: &Device) -> usize {
         let default = Self::default().prefill_chunk;
         #[cfg(feature = "flex")]
@@ -86,7 +88,7 @@ impl GenerateOptions {
     }
 }
 
-/// Why [`generate`] stopped.
+/// The reason why [`generate`] stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {
@@ -94,7 +96,7 @@ pub enum Stop {
     Eos,
     /// `max_tokens` were generated.
     MaxTokens,
-    /// The cache or the model has no room for another token.
+    /// The cache or the model is full.
     Capacity,
     /// The callback returned `false`.
     Callback,
@@ -106,32 +108,32 @@ impl fmt::Display for Stop {
             Self::Eos => "the end of the text",
             Self::MaxTokens => "max_tokens",
             Self::Capacity => "a full cache",
-            Self::Callback => "being asked to",
+            Self::Callback => "the callback",
         })
     }
 }
 
-/// What [`generate`] did.
+/// The result of [`generate`].
 #[derive(Clone, Debug)]
 pub struct Generated {
-    /// The generated ids, an end-of-text id included.
+    /// The generated ids, including an end-of-text id.
     pub ids: Vec<u32>,
-    /// Why it stopped.
+    /// The reason why it stopped.
     pub stop: Stop,
     /// Prompt tokens.
     pub prefill_tokens: usize,
     /// Time to the logits of the first token.
     pub prefill_time: Duration,
-    /// Time from the start of the prefill to the first token; zero when none was generated.
+    /// Time from the start of the prefill to the first token; zero if there is none.
     pub first_token_time: Duration,
-    /// Tokens passed through the model one at a time after that.
+    /// Tokens decoded one at a time after the prefill.
     pub decode_tokens: usize,
-    /// Time from the end of the prefill to the end, sampling and recording included.
+    /// Time from the end of the prefill to the end, including sampling and graph capture.
     pub decode_time: Duration,
 }
 
 impl Generated {
-    /// Nothing yet.
+    /// Creates a result without tokens.
     pub fn new(stop: Stop) -> Self {
         let zero = Duration::ZERO;
         Self {
@@ -145,7 +147,7 @@ impl Generated {
         }
     }
 
-    /// Prompt tokens per second, zero when there were none.
+    /// Returns the prompt tokens per second; zero without prompt tokens.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         match self.prefill_tokens {
             0 => 0.0,
@@ -153,7 +155,7 @@ impl Generated {
         }
     }
 
-    /// Decoded tokens per second, zero when there were none.
+    /// Returns the decoded tokens per second; zero without decoded tokens.
     pub fn decode_tokens_per_second(&self) -> f64 {
         match self.decode_tokens {
             0 => 0.0,
@@ -162,14 +164,13 @@ impl Generated {
     }
 }
 
-/// Appends `prompt` to `cache` and continues it, passing each id to `on_token` until that returns
+/// Appends `prompt` to `cache` and continues it. Passes each id to `on_token` until that returns
 /// false.
 ///
 /// # Errors
-///
-/// An empty prompt, one that exceeds the cache or the model (nothing is appended), a cache of
-/// another batch than 1, invalid sampling options, recording on a device that cannot record, or
-/// logits that are not finite.
+/// Fails for an empty prompt, for one that exceeds the cache or the model (nothing is appended),
+/// for another batch than 1, for invalid sampling options, for graph capture on a device that does
+/// not support it, and for logits that are not finite.
 pub fn generate(
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -198,12 +199,11 @@ pub fn generate(
     Ok(out)
 }
 
-/// Continues `text`, whose tokens are in `cache` and whose last one gave `logits`, as [`generate`]
-/// does.
+/// Continues `text` as [`generate`] does. Its tokens are in `cache`, and `logits` are those of its
+/// last token.
 ///
 /// # Errors
-///
-/// Those of [`generate`] but for the prompt's.
+/// Fails as [`generate`] does, except for the prompt.
 pub(crate) fn decode(
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -231,7 +231,7 @@ pub(crate) fn decode(
             out.stop = Stop::Eos;
             break;
         }
-        if !told(&mut on_token, id) {
+        if !call(&mut on_token, id) {
             out.stop = Stop::Callback;
             break;
         }
@@ -249,12 +249,12 @@ pub(crate) fn decode(
     Ok(out)
 }
 
-fn told(on_token: &mut impl FnMut(u32) -> bool, id: u32) -> bool {
+fn call(on_token: &mut impl FnMut(u32) -> bool, id: u32) -> bool {
     let _span = trace_span!(target: OPERATION, "on_token").entered();
     on_token(id)
 }
 
-/// Passes a prompt in chunks and returns the logits after its last token, `[1, vocab]`.
+/// Prefills a prompt in chunks and returns the logits after its last token, `[1, vocab]`.
 fn prefill(
     model: &LanguageModel,
     cache: &mut ModelCache,
@@ -270,19 +270,21 @@ fn prefill(
     last_logits(model, cache, tail, device)
 }
 
-/// Passes `ids` and returns the logits after the last, `[1, vocab]`; the head is applied to that one alone.
+/// Appends `ids` and returns the logits after the last, `[1, vocab]`. The head is applied to that
+/// position alone.
 pub(crate) fn last_logits(
     model: &LanguageModel,
     cache: &mut ModelCache,
     ids: &[u32],
     device: &Device,
 ) -> Result<Tensor<2>> {
-    let hidden = model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?; // [1, seq, hidden]
+    // [1, seq, hidden]
+    let hidden = model.hidden_step(ids_to_tensor(ids, [1, ids.len()], device), cache)?;
     let last = hidden.narrow(1, ids.len() - 1, 1);
     Ok(model.head(last).squeeze_dim(1))
 }
 
-/// Waits until the device is done, so that what was asked of it is what is timed.
+/// Waits for the device, so that timings include its work.
 pub(crate) fn finish(device: &Device) -> Result<()> {
     let _span = trace_span!(target: OPERATION, "wait").entered();
     device.sync().map_err(|error| Error::argument("device", format!("{error:?}"), "must finish"))
@@ -295,7 +297,7 @@ fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
         .map_err(|error| Error::argument("logits", format!("{error:?}"), "must be readable as f32"))
 }
 
-/// A tensor of token ids for a model, with 32-bit integers on every backend.
+/// Creates a tensor of token ids, with 32-bit integers on every backend.
 pub fn ids_to_tensor<const D: usize>(
     values: &[u32],
     shape: [usize; D],

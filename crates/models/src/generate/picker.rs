@@ -1,4 +1,4 @@
-//! Who picks the next tokens: the host, or the device that their logits are on.
+//! Picks the next tokens on the host or on a GPU.
 
 use burn::tensor::{Device, Tensor, Transaction};
 use kv_sampling::{Cursor, Draw};
@@ -10,28 +10,27 @@ use crate::{Error, Result, spans::OPERATION};
 /// Picks the tokens of one text.
 #[derive(Clone, Debug)]
 pub(super) enum Picker {
-    /// From logits that are read.
+    /// Picks from logits that the host reads.
     Host(Box<Sampler>),
-    /// On a GPU, of which only the token is read.
+    /// Picks on a GPU; the host reads only the token.
     Device(Draw),
 }
 
-/// A text whose next token is picked.
+/// A text whose next token is to be picked.
 pub(super) struct Waiting<'a> {
     pub(super) picker: &'a mut Picker,
-    /// Its ids.
+    /// The ids so far.
     pub(super) text: &'a [u32],
 }
 
 impl Picker {
-    /// The device, if it is a GPU and the choice does not depend on the tokens that occurred.
+    /// Chooses the device if it is a GPU and the choice does not depend on earlier tokens.
     ///
     /// # Errors
-    ///
-    /// An invalid `sampling`.
+    /// Fails for an invalid `sampling`.
     pub(super) fn new(sampling: Sampling, device: &Device) -> Result<Self> {
         let sampler = Sampler::new(sampling)?;
-        // Burn names this kind of device only where it is built with a backend for it.
+        // Burn has this variant only with a backend for it.
         #[cfg(any(feature = "wgpu", feature = "cuda"))]
         let on_gpu = matches!(device.as_dispatch(), burn::backend::DispatchDevice::Cube(_));
         #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
@@ -45,7 +44,7 @@ impl Picker {
         })
     }
 
-    /// The choice, if the device makes it.
+    /// Returns the parameters for the device, if it picks the tokens.
     pub(super) fn draw(&self) -> Option<Draw> {
         match self {
             Self::Host(_) => None,
@@ -53,23 +52,20 @@ impl Picker {
         }
     }
 
-    /// ExpertSelection a token of `text` from `logits`, `[1, vocab]`.
+    /// Picks a token of `text` from `logits`, `[1, vocab]`.
     ///
     /// # Errors
-    ///
-    /// Logits that are not numbers, or on a GPU not finite.
+    /// Fails for logits that are NaN, and on a GPU for any that are not finite.
     pub(super) fn pick(&mut self, logits: Tensor<2>, text: &[u32]) -> Result<u32> {
         let picked = pick_each(logits, vec![Some(Waiting { picker: self, text })])?;
         picked.into_iter().flatten().next().ok_or_else(|| none_picked(0))
     }
 }
 
-/// Picks a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at
-/// once.
+/// Picks a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at once.
 ///
 /// # Errors
-///
-/// Those of [`Picker::pick`], for any of the texts.
+/// Fails as [`Picker::pick`] does for any of the texts.
 pub(super) fn pick_each(
     logits: Tensor<2>,
     texts: Vec<Option<Waiting<'_>>>,
@@ -90,7 +86,8 @@ pub(super) fn pick_each(
                 picked[i] = Some(sampler.sample(row.unwrap_or(&[]), text)?);
             }
             Picker::Device(draw) => {
-                // The position of the last token, as in a recorded step.
+                // The random stream depends on the position of the last token, as in a captured
+                // step.
                 let last = text.len().saturating_sub(1);
                 let mut cursor = Cursor::new(&[0], last, &[], &device)?;
                 cursor.advance(logits.clone().narrow(0, i, 1), draw)?;
@@ -98,18 +95,17 @@ pub(super) fn pick_each(
             }
         }
     }
-    let (places, mut cursors): (Vec<_>, Vec<_>) = cursors.into_iter().unzip();
-    for (i, id) in places.into_iter().zip(read_ids(&mut cursors)?) {
+    let (indices, mut cursors): (Vec<_>, Vec<_>) = cursors.into_iter().unzip();
+    for (i, id) in indices.into_iter().zip(read_ids(&mut cursors)?) {
         picked[i] = Some(id);
     }
     Ok(picked)
 }
 
-/// The tokens that cursors of one text each were moved to.
+/// Reads the tokens that cursors of one text each have picked.
 ///
 /// # Errors
-///
-/// Logits since the last call that were not finite.
+/// Fails if logits since the last call were not finite.
 pub(super) fn read_ids(cursors: &mut [Cursor]) -> Result<Vec<u32>> {
     if cursors.is_empty() {
         return Ok(vec![]);
@@ -133,5 +129,5 @@ pub(super) fn read_ids(cursors: &mut [Cursor]) -> Result<Vec<u32>> {
 }
 
 fn none_picked(read: usize) -> Error {
-    Error::argument("picked", read, "the device must tell a token and whether logits were finite")
+    Error::argument("picked", read, "the device must return a token and whether logits were finite")
 }

@@ -1,4 +1,4 @@
-//! Picking a token from logits.
+//! Picks a token from logits.
 
 use std::collections::HashMap;
 
@@ -7,8 +7,8 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
 use crate::{Error, Result};
 
-/// How a token is picked: with a temperature of 0 the most likely one (the first of equals), else
-/// at random among the tokens that pass all filters.
+/// The parameters of sampling. A temperature of 0 picks the most likely token, the first of equals.
+/// Otherwise a token is drawn from those that pass all filters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Divides the logits: below 1 sharpens, above 1 flattens; 0 takes the most likely token.
@@ -18,25 +18,24 @@ pub struct Sampling {
     /// Keeps the smallest set of most likely tokens with at least this much probability, the
     /// nucleus of <https://arxiv.org/abs/1904.09751>; 1 keeps all.
     pub top_p: f32,
-    /// Keeps the tokens whose probability is at least this share of the most likely one's,
+    /// Keeps the tokens whose probability is at least this fraction of the highest,
     /// <https://arxiv.org/abs/2407.01082>; 0 keeps all.
     pub min_p: f32,
-    /// A value above 1 makes tokens that occurred recently less likely,
-    /// <https://arxiv.org/abs/1909.05858>: their logits are divided by it where positive, else
-    /// multiplied. 1 changes nothing.
+    /// Divides positive logits of recent tokens, and multiplies negative ones,
+    /// <https://arxiv.org/abs/1909.05858>. Values above 1 make them less likely; 1 changes nothing.
     pub repeat_penalty: f32,
-    /// Subtracted from the logit of a token for each time it occurred recently.
+    /// Subtracted from a token's logit for each recent occurrence.
     pub frequency_penalty: f32,
-    /// Subtracted from the logit of a token that occurred recently, however often.
+    /// Subtracted once from the logit of a token that occurred recently.
     pub presence_penalty: f32,
-    /// How many of the latest ids, the prompt's included, the penalties apply to.
+    /// The number of latest ids, including the prompt, that the penalties apply to.
     pub repeat_last: usize,
     /// Equal seeds give equal texts on the same kind of device.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The most likely token; of equals, the first.
+    /// Picks the most likely token, the first of equals.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_k: 0,
@@ -49,25 +48,23 @@ impl Sampling {
         seed: 0,
     };
 
-    /// Whether the most likely token is always picked.
+    /// Returns whether the most likely token is always picked.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
 
-    /// The same choice as a device makes it: `None` where it depends on the tokens that occurred.
+    /// Returns the same parameters for a device; `None` if the choice depends on earlier tokens.
     pub(super) fn draw(&self) -> Option<Draw> {
         let Self { temperature, top_k, top_p, min_p, seed, .. } = *self;
         (!self.penalizes()).then_some(Draw { temperature, top_k, top_p, min_p, seed })
     }
 
-    /// Whether tokens that occurred are less likely, for which the logits of every step are read by
-    /// the host.
+    /// Returns whether penalties apply. The host must then read the logits of every step.
     pub fn penalizes(&self) -> bool {
         self.repeat_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }
 
-    /// `logits` with those of `ids` made less likely, in the order of llama.cpp: the repeat penalty
-    /// first.
+    /// Applies penalties for `ids` to `logits` in the order of llama.cpp: the repeat penalty first.
     fn penalize(&self, logits: &[f32], ids: &[u32]) -> Vec<f32> {
         let mut counts: HashMap<u32, f32> = HashMap::new();
         ids.iter().for_each(|id| *counts.entry(*id).or_default() += 1.0);
@@ -86,7 +83,7 @@ impl Sampling {
     fn check(&self) -> Result<()> {
         let Self { temperature, top_k, top_p, min_p, repeat_penalty, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {
-            let rule = "must be finite and at least 0, which takes the most likely token";
+            let rule = "must be finite and at least 0; 0 picks the most likely token";
             return Err(Error::argument("temperature", temperature, rule));
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
@@ -106,7 +103,7 @@ impl Sampling {
                 return Err(Error::argument(field, penalty, "must be finite"));
             }
         }
-        let rule = "chooses among likely tokens, which needs a temperature above 0";
+        let rule = "needs a temperature above 0";
         for (field, value, chooses) in [
             ("top_k", top_k.to_string(), top_k != 0),
             ("top_p", top_p.to_string(), top_p != 1.0),
@@ -131,27 +128,25 @@ impl Default for Sampling {
 pub struct Sampler {
     sampling: Sampling,
     rng: Xoshiro256PlusPlus,
-    /// `(probability, id)` of the tokens to choose among; kept to reuse its memory for every token.
+    /// The `(probability, id)` candidates; kept to reuse the allocation for every token.
     candidates: Vec<(f32, u32)>,
 }
 
 impl Sampler {
-    /// A sampler at the start of its random sequence.
+    /// Creates a sampler at the start of its random sequence.
     ///
     /// # Errors
-    ///
-    /// A value outside of its range, or a filter without a temperature.
+    /// Fails for a value out of range, and for a filter without a temperature.
     pub fn new(sampling: Sampling) -> Result<Self> {
         sampling.check()?;
         let rng = Xoshiro256PlusPlus::seed_from_u64(sampling.seed);
         Ok(Self { sampling, rng, candidates: vec![] })
     }
 
-    /// ExpertSelection one of `logits.len()` ids; `before` are the ids of the text so far.
+    /// Picks one of `logits.len()` ids; `before` are the ids of the text so far.
     ///
     /// # Errors
-    ///
-    /// No logits, or one that is NaN.
+    /// Fails without logits, and for a logit that is NaN.
     pub fn sample(&mut self, logits: &[f32], before: &[u32]) -> Result<u32> {
         let _span = tracing::trace_span!(target: crate::spans::OPERATION, "sample").entered();
         if let Some(id) = logits.iter().position(|logit| logit.is_nan()) {
@@ -166,10 +161,10 @@ impl Sampler {
             logits
         };
         if self.sampling.is_greedy() { greedy(logits) } else { self.choose(logits) }
-            .ok_or_else(|| Error::argument("logits", "none", "a vocabulary has at least one token"))
+            .ok_or_else(|| Error::argument("logits", "none", "must not be empty"))
     }
 
-    /// Applies the temperature, then each filter to the tokens that the one before it kept, as the
+    /// Applies the temperature, then each filter to the tokens that the previous one kept, as the
     /// transformers library does.
     fn choose(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
@@ -201,7 +196,7 @@ impl Sampler {
             point -= p;
             point < 0.0
         });
-        // Rounding may leave the point just past the last candidate.
+        // Rounding can leave the point just past the last candidate.
         chosen.or(self.candidates.last()).map(|(_, id)| *id)
     }
 }
@@ -228,7 +223,7 @@ mod tests {
         (0..n).map(|_| sampler.sample(logits, &[]).unwrap()).collect()
     }
 
-    /// The share that each of four ids has of 20,000 draws.
+    /// Returns the relative frequency of each of four ids in 20,000 draws.
     fn shares(sampling: Sampling, probabilities: [f32; 4]) -> [f64; 4] {
         let ids = draws(sampling, &probabilities.map(f32::ln), 20_000);
         [0, 1, 2, 3].map(|id| ids.iter().filter(|&&i| i == id).count() as f64 / ids.len() as f64)
@@ -238,7 +233,7 @@ mod tests {
     fn assert_shares(sampling: Sampling, expected: [f64; 4]) {
         let found = shares(Sampling { seed: 7, ..sampling }, [0.15, 0.5, 0.05, 0.3]);
         for (found_share, share) in found.iter().zip(expected) {
-            // Where a share is 0 nothing may be drawn.
+            // A probability of 0 must never be drawn.
             assert!((found_share - share).abs() <= share.min(0.02), "{found:?}, not {expected:?}");
         }
     }
@@ -256,7 +251,7 @@ mod tests {
         assert_shares(Sampling { top_k: 2, ..RANDOM }, two);
         assert_shares(Sampling { min_p: 0.5, ..RANDOM }, two);
         assert_shares(Sampling { top_k: 9, min_p: 0.2, ..RANDOM }, [0.158, 0.526, 0.0, 0.316]);
-        // Top-p is taken of what top-k leaves, of which the first token alone has 0.625.
+        // Top-p applies to what top-k leaves; there the first token alone has 0.625.
         assert_shares(Sampling { top_k: 2, top_p: 0.6, ..RANDOM }, [0.0, 1.0, 0.0, 0.0]);
         let sum = [0.15f64, 0.5, 0.05, 0.3].map(|p| p * p);
         let total: f64 = sum.iter().sum();
@@ -275,8 +270,7 @@ mod tests {
         assert_eq!(next(&[-2.0, -3.0], &[0]), 1, "negative ones are multiplied");
     }
 
-    /// By the formula of OpenAI's documentation, `logit - count * frequency - (count > 0) *
-    /// presence`.
+    /// OpenAI documents the formula `logit - count * frequency - (count > 0) * presence`.
     #[test]
     fn frequency_and_presence_are_subtracted() {
         let next = |sampling: Sampling, logits: &[f32], before: &[u32]| {

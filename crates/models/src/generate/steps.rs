@@ -1,4 +1,4 @@
-//! One token after another.
+//! [`Steps`]: decode steps, with or without graph capture.
 
 use burn::tensor::{Device, Tensor};
 use kv_sampling::Draw;
@@ -6,34 +6,34 @@ use kv_sampling::Draw;
 use super::{DecodeGraph, Sampling, ids_to_tensor, picker::Picker};
 use crate::{Error, LanguageModel, ModelCache, Result};
 
-/// Tokens from which on recording a step takes less time than it saves.
+/// The number of tokens from which graph capture saves more time than it takes.
 const RECORDED_TOKENS: usize = 80;
 
-/// Appends one token at a time to the sequences of a cache, by launching every step anew or by
-/// replaying a recording of it, and picks the next token of one sequence: on a GPU there, so that no logits are read,
-/// unless tokens that occurred are penalized.
+/// Appends one token at a time to the sequences of a cache, with launched or captured steps, and
+/// picks the next token of a single sequence. On a GPU, the device picks it without reading logits,
+/// unless penalties apply.
 #[derive(Debug)]
 pub struct Steps<'a> {
     way: Way<'a>,
     picker: Picker,
-    /// Those that the next token is picked from, where the device has not done so.
+    /// The logits from which the host picks the next token.
     logits: Option<Tensor<2>>,
 }
 
 #[derive(Debug)]
 enum Way<'a> {
-    /// The kernels of every step are launched one by one.
+    /// Launches the kernels of every step.
     Launched(&'a mut ModelCache),
-    /// The step was recorded once and is replayed.
+    /// Replays a captured step.
     Recorded(Box<DecodeGraph<'a>>),
 }
 
 impl<'a> Steps<'a> {
-    /// Steps for the tokens after those in `cache`, recorded or not.
+    /// Prepares steps after the tokens in `cache`, with graph capture if `recorded`.
     ///
     /// # Errors
-    ///
-    /// `recorded` on a device that cannot record, an invalid `sampling`, and the errors of [`DecodeGraph::new`].
+    /// Fails for `recorded` on a device without graph capture, for an invalid `sampling`, and as
+    /// [`DecodeGraph::new`] does.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
@@ -53,8 +53,8 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Whether a step is best recorded where nobody says: on a device that can, for a model that computes no more
-    /// then, and for enough tokens.
+    /// Returns whether graph capture pays off: the device supports it, the model computes no more
+    /// with it, and there are enough tokens.
     pub fn pays_recorded(
         model: &LanguageModel,
         cache: &ModelCache,
@@ -67,12 +67,12 @@ impl<'a> Steps<'a> {
             && DecodeGraph::is_supported(device)
     }
 
-    /// Whether steps are recorded.
+    /// Returns whether steps use graph capture.
     pub fn is_recorded(&self) -> bool {
         matches!(self.way, Way::Recorded(_))
     }
 
-    /// Tokens in the cache.
+    /// Returns the number of tokens in the cache.
     pub fn position(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.len(),
@@ -80,7 +80,7 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Tokens that may still be appended.
+    /// Returns how many tokens can still be appended.
     pub fn remaining(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.remaining(),
@@ -88,13 +88,12 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Appends one token to every sequence and returns the logits after it, `[batch, vocab]`, which the
-    /// next step may overwrite.
+    /// Appends one token to every sequence and returns the logits after it, `[batch, vocab]`. The
+    /// next step may overwrite them.
     ///
     /// # Errors
-    ///
-    /// A number of ids other than one per sequence, no room for another token, or, when recorded,
-    /// an id outside the vocabulary.
+    /// Fails unless there is one id per sequence, for a full cache, and with graph capture for an
+    /// id outside the vocabulary.
     pub fn step(
         &mut self,
         model: &LanguageModel,
@@ -119,7 +118,7 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Takes the logits of a prompt, `[1, vocab]`, to pick the first token from.
+    /// Sets the logits of a prompt, `[1, vocab]`, from which the first token is picked.
     pub fn start(&mut self, logits: Tensor<2>) {
         self.logits = Some(logits);
     }
@@ -128,20 +127,20 @@ impl<'a> Steps<'a> {
     /// holds the ids so far.
     ///
     /// # Errors
-    ///
-    /// Logits that are not numbers, or on a GPU not finite, those of several texts, and no step before.
+    /// Fails for logits that are NaN, and on a GPU for any that are not finite; for logits of
+    /// several texts; and without a step before.
     pub fn pick(&mut self, text: &[u32]) -> Result<u32> {
         match (self.logits.take(), &mut self.way) {
             (Some(logits), _) => self.picker.pick(logits, text),
             (None, Way::Recorded(graph)) => graph.picked(),
             (None, Way::Launched(_)) => {
-                Err(Error::argument("logits", "none", "a step or a prompt comes first"))
+                Err(Error::argument("logits", "none", "must follow a step or a prompt"))
             }
         }
     }
 }
 
-/// The error for a device that cannot record the step.
+/// Returns the error for a device without graph capture.
 pub(super) fn cannot_record() -> Error {
-    Error::argument("recorded", true, "this device cannot record the step")
+    Error::argument("recorded", true, "this device does not support graph capture")
 }

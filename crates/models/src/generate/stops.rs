@@ -1,12 +1,10 @@
-//! Strings that end a text.
+//! [`StopStrings`]: strings that end a text.
 
 use crate::{Error, Result};
 
-/// Finds the first of several strings in a text that arrives in pieces, which may end anywhere
-/// within one.
+/// Finds the first of several strings in a text that arrives in pieces of any length.
 ///
-/// What may be the beginning of a stop string is held back until it is known, so that no part of
-/// one is told.
+/// The possible start of a stop string is held back, so that no part of one is passed on.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -15,11 +13,10 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// None of `stops` has been seen yet.
+    /// Creates a search for `stops`.
     ///
     /// # Errors
-    ///
-    /// An empty string, which every text contains.
+    /// Fails for an empty string, which every text contains.
     pub fn new(stops: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
         let stops: Vec<String> = stops.into_iter().map(Into::into).collect();
         if stops.iter().any(String::is_empty) {
@@ -28,16 +25,16 @@ impl StopStrings {
         Ok(Self { stops, held: String::new(), found: None })
     }
 
-    /// Appends a piece of the text; returns what is known to come before any stop string. Nothing
-    /// follows once one was [found](Self::found).
+    /// Appends a piece of the text. Returns the text that certainly precedes any stop string;
+    /// nothing once one was [found](Self::found).
     pub fn push(&mut self, piece: &str) -> String {
         if self.found.is_some() {
             return String::new();
         }
         self.held += piece;
-        // The one that is complete first, as if the text came character by character.
-        let places = self.stops.iter().filter_map(|stop| Some((self.held.find(stop)?, stop)));
-        if let Some((at, stop)) = places.min_by_key(|(at, stop)| (at + stop.len(), *at)) {
+        // The stop string that is complete first wins, as if the text came character by character.
+        let matches = self.stops.iter().filter_map(|stop| Some((self.held.find(stop)?, stop)));
+        if let Some((at, stop)) = matches.min_by_key(|(at, stop)| (at + stop.len(), *at)) {
             self.found = Some(stop.clone());
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
@@ -46,17 +43,17 @@ impl StopStrings {
         std::mem::replace(&mut self.held, kept)
     }
 
-    /// The stop string that was found, if one was.
+    /// Returns the stop string that was found.
     pub fn found(&self) -> Option<&str> {
         self.found.as_deref()
     }
 
-    /// The text that is still held back: it ended within what might have become a stop string.
+    /// Returns the text that is still held back, when no stop string can follow.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Bytes at the end of the text that a stop string may begin with.
+    /// Returns the number of bytes at the end of the text that a stop string may begin with.
     fn undecided(&self) -> usize {
         let begins = |stop: &String| {
             let lengths = (1..stop.len()).rev().filter(|n| stop.is_char_boundary(*n));
@@ -74,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_begin_a_stop_string_is_held_back() {
+    fn possible_stop_strings_are_held_back() {
         let mut stops = StopStrings::new(["<end>", "\n\n"]).unwrap();
-        for (piece, told) in
+        for (piece, passed) in
             [("a<", "a"), ("e", ""), ("x<", "<ex"), ("end", ""), ("\n", "<end"), ("b", "\nb")]
         {
-            assert_eq!((stops.push(piece), stops.found()), (told.to_string(), None), "{piece:?}");
+            assert_eq!((stops.push(piece), stops.found()), (passed.to_string(), None), "{piece:?}");
         }
         assert_eq!((stops.push("c<end"), stops.push(">d")), ("c".into(), String::new()));
         assert_eq!(stops.found(), Some("<end>"));
@@ -92,7 +89,7 @@ mod tests {
         assert!(StopStrings::new(["a", ""]).unwrap_err().to_string().starts_with("stop = "));
     }
 
-    /// Cut into pieces anywhere, a text ends where it does as a whole.
+    /// A text in any pieces ends at the same position as the whole text.
     #[test]
     fn pieces_make_no_difference() {
         let mut rng = Xoshiro256PlusPlus::seed_from_u64(3);
@@ -104,18 +101,21 @@ mod tests {
         for round in 0..2000 {
             let whole = text(12);
             let stops = [text(1 + round % 3), text(3)];
-            let places = stops.iter().filter_map(|stop| Some((whole.find(stop)?, stop)));
-            let want = places.map(|(at, stop)| (at + stop.len(), at)).min().map(|(_, at)| at);
+            let matches = stops.iter().filter_map(|stop| Some((whole.find(stop)?, stop)));
+            let want = matches.map(|(at, stop)| (at + stop.len(), at)).min().map(|(_, at)| at);
             let mut found = StopStrings::new(stops.clone()).unwrap();
-            let mut told = String::new();
+            let mut passed = String::new();
             for piece in whole.split_inclusive(|c: char| c != 'a') {
-                told += &found.push(piece);
-                assert!(whole.starts_with(&told), "{stops:?} in {whole}: {told}");
-                assert!(told.len() <= want.unwrap_or(whole.len()), "{stops:?} in {whole}: {told}");
+                passed += &found.push(piece);
+                assert!(whole.starts_with(&passed), "{stops:?} in {whole}: {passed}");
+                assert!(
+                    passed.len() <= want.unwrap_or(whole.len()),
+                    "{stops:?} in {whole}: {passed}"
+                );
             }
             assert_eq!(found.found().is_some(), want.is_some());
-            told += &found.finish();
-            assert_eq!(told, whole[..want.unwrap_or(whole.len())], "{stops:?} in {whole}");
+            passed += &found.finish();
+            assert_eq!(passed, whole[..want.unwrap_or(whole.len())], "{stops:?} in {whole}");
             ended += usize::from(want.is_some());
         }
         assert!((500..1900).contains(&ended), "{ended} of 2000 texts have a stop string");

@@ -1,13 +1,16 @@
-//! `config.json` of GPT-2, resolved once.
+//! The configuration of GPT-2, read from `config.json`.
 
 use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::names::GGUF;
 use crate::{
     ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
+    checkpoint::Weights,
     fields::{head_dim, positive, required, sizes},
+    gguf::{GgufNames, Metadata},
 };
 
 /// The MLP's nonlinearity.
@@ -21,56 +24,30 @@ pub enum Activation {
     Relu,
 }
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// Tokens.
+    /// Tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Width of the residual stream.
+    /// The longest context, equal to the number of learned positions.
+    pub max_positions: usize,
+    /// Width of the residual stream, `n_embd`.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP, `n_inner`.
     pub intermediate_size: usize,
     /// Layers.
     pub n_layers: usize,
-    /// Heads.
+    /// Heads of queries, of keys and of values.
     pub n_heads: usize,
-    /// The longest context, which is the number of learned positions.
-    pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
     /// The MLP's nonlinearity.
     pub activation: Activation,
-    /// Whether the output projection is the token embedding.
+    /// True if the output projection is the token embedding.
     pub tied_head: bool,
 }
 
-impl Config {
-    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
-    pub(super) fn check(&self, path: &Path) -> Result<()> {
-        let fields = [
-            ("vocab_size", self.vocab_size),
-            ("n_embd", self.hidden_size),
-            ("n_inner", self.intermediate_size),
-            ("n_layer", self.n_layers),
-            ("n_head", self.n_heads),
-            ("n_positions", self.max_positions),
-        ];
-        sizes(path, &fields)?;
-        head_dim(path, ("n_embd", self.hidden_size), ("n_head", self.n_heads))?;
-        positive(path, "layer_norm_epsilon", self.norm_epsilon)
-    }
-
-    /// Resolves `config.json`.
-    ///
-    /// # Errors
-    ///
-    /// A missing or contradictory field, or a feature this crate does not compute.
-    pub fn from_json(text: &str, path: &Path) -> Result<Self> {
-        ConfigJson { text, path }.parse::<Raw>()?.resolve(path)
-    }
-}
-
-/// Fields as the transformers library writes them.
+/// The fields that the transformers library writes.
 #[derive(Deserialize)]
 struct Raw {
     vocab_size: Option<usize>,
@@ -95,12 +72,12 @@ impl Raw {
             ("add_cross_attention", self.add_cross_attention, false),
         ] {
             if value.is_some_and(|value| value != computed) {
-                let why = format!("{} sets it, only {computed} is computed", path.display());
+                let why = format!("{} sets it; only {computed} is supported", path.display());
                 return Err(Error::unsupported(format!("{field} {}", !computed), why));
             }
         }
         let hidden_size = required(path, "n_embd", self.n_embd)?;
-        let config = Config {
+        Ok(Config {
             vocab_size: required(path, "vocab_size", self.vocab_size)?,
             hidden_size,
             intermediate_size: self.n_inner.unwrap_or_else(|| hidden_size.saturating_mul(4)),
@@ -113,33 +90,66 @@ impl Raw {
                 "gelu" => Activation::Gelu,
                 "relu" => Activation::Relu,
                 other => {
-                    let why = format!("{} asks for {other}", path.display());
+                    let why = format!("{} has {other}", path.display());
                     return Err(Error::unsupported("activation_function", why));
                 }
             },
             tied_head: self.tie_word_embeddings.unwrap_or(true),
-        };
-        config.check(path)?;
-        Ok(config)
+        })
     }
 }
 
 impl DecoderConfig for Config {
+    const MODEL_TYPES: &'static [&'static str] = &["gpt2"];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("gpt2", GGUF)];
+
+    fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
+        json.parse::<Raw>()?.resolve(json.path)
+    }
+
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        Ok(Self {
+            vocab_size: weights.rows("wte.weight")?,
+            hidden_size: metadata.size("embedding_length")?,
+            intermediate_size: metadata.size("feed_forward_length")?,
+            n_layers: metadata.size("block_count")?,
+            n_heads: metadata.size("attention.head_count")?,
+            max_positions: metadata.size("context_length")?,
+            norm_epsilon: metadata.float("attention.layer_norm_epsilon")?.unwrap_or(1e-5),
+            activation: Activation::GeluTanh,
+            tied_head: !weights.contains("lm_head.weight"),
+        })
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
+        let fields = [
+            ("vocab_size", self.vocab_size),
+            ("n_embd", self.hidden_size),
+            ("n_inner", self.intermediate_size),
+            ("n_layer", self.n_layers),
+            ("n_head", self.n_heads),
+            ("n_positions", self.max_positions),
+        ];
+        sizes(path, &fields)?;
+        head_dim(path, ("n_embd", self.hidden_size), ("n_head", self.n_heads))?;
+        positive(path, "layer_norm_epsilon", self.norm_epsilon)
+    }
+
     fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, n_heads, .. } = *self;
         let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads);
         ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer)
     }
 
-    fn norm_epsilon(&self) -> f64 {
-        self.norm_epsilon
-    }
-
     fn tied_head(&self) -> bool {
         self.tied_head
     }
 
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads.
+    fn norm_epsilon(&self) -> f64 {
+        self.norm_epsilon
+    }
+
+    /// Returns the fields that [`read`](Self::read) reads.
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
         let activation = match self.activation {
             Activation::GeluTanh => "gelu_new",

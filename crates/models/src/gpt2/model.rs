@@ -7,9 +7,9 @@ use burn::{
 
 use super::{Activation, Config, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerSpec, Result, Role, Roles,
-    checkpoint::{Exports, Names, Weights},
-    nn::{LayerNorm, Linear, Memory, RopeRows, by_rows, in_f32},
+    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
+    checkpoint::Names,
+    nn::{LayerNorm, Linear, by_rows, in_f32},
 };
 
 /// GPT-2, Radford et al. 2019.
@@ -44,16 +44,29 @@ impl DecoderLayer for Layer {
     const NORM: &'static str = "ln_f";
     const POSITIONS: Option<&'static str> = Some("wpe");
 
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        _: Option<&RopeRows>,
-        spec: &LayerSpec,
-        memory: Memory<'_>,
-    ) -> Result<Tensor<3>> {
+    fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
+        let Config { hidden_size: width, intermediate_size: wide, activation, .. } = *config;
+        let qkv = source.conv1d("attn.c_attn", width, 3 * width)?;
+        let output = source.conv1d("attn.c_proj", width, width)?;
+        let up = source.conv1d("mlp.c_fc", width, wide)?;
+        let down = source.conv1d("mlp.c_proj", wide, width)?;
+        let attention_norm = source.norm("ln_1", width)?;
+        let mlp_norm = source.norm("ln_2", width)?;
+        Ok(Self { attention_norm, qkv, output, mlp_norm, up, down, activation })
+    }
+
+    fn visit_parts(&self, _: &Config, visitor: &mut LayerVisitor<'_>) {
+        visitor.norm(Role::AttentionNorm, "ln_1", &self.attention_norm);
+        visitor.norm(Role::MlpNorm, "ln_2", &self.mlp_norm);
+        visitor.conv1d(Role::Qkv, "attn.c_attn", &self.qkv);
+        visitor.conv1d(Role::AttentionOutput, "attn.c_proj", &self.output);
+        visitor.conv1d(Role::Mlp, "mlp.c_fc", &self.up);
+        visitor.conv1d(Role::Mlp, "mlp.c_proj", &self.down);
+    }
+
+    fn forward(&self, x: Tensor<3>, context: LayerContext<'_>) -> Result<Tensor<3>> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward(self.attention_norm.forward(x)));
-        let heads = spec.attend(qkv, None, memory)?;
-        let x = x + self.output.forward(heads);
+        let x = x + self.output.forward(context.attend(qkv, None)?);
 
         Ok(by_rows(x, |x| {
             let up = self.up.forward(self.mlp_norm.forward(x.clone()));
@@ -66,24 +79,7 @@ impl DecoderLayer for Layer {
         }))
     }
 
-    fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::AttentionNorm, &self.attention_norm);
-        roles.add(Role::Qkv, &self.qkv);
-        roles.add(Role::AttentionOutput, &self.output);
-        roles.add(Role::MlpNorm, &self.mlp_norm);
-        roles.add(Role::Mlp, &self.up);
-        roles.add(Role::Mlp, &self.down);
-    }
-
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![&mut self.qkv, &mut self.output, &mut self.up, &mut self.down]
-    }
-
-    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
-        Self::take(config, i, weights)
-    }
-
-    fn export(&self, config: &Config, i: usize, exports: &mut Exports) {
-        self.give(config, i, exports);
     }
 }

@@ -1,4 +1,4 @@
-//! The names of GPT-2's tensors.
+//! The tensor names of GPT-2.
 
 use crate::{checkpoint::Names, gguf::GgufNames};
 
@@ -8,8 +8,8 @@ pub(super) const NAMES: Names = Names {
     layers: "h.",
     embedding: "wte.weight",
     head: "lm_head.weight",
-    // Older exports store the causal mask, as `h.0.attn.bias`, and the number it masks with. (The
-    // bias of a projection is named like `h.0.attn.c_attn.bias`.)
+    // Older exports store the causal mask, as `h.0.attn.bias`, and its mask value. Biases of
+    // projections have names such as `h.0.attn.c_attn.bias`.
     harmless: |name| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"),
 };
 

@@ -5,25 +5,31 @@ use burn::{
     tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
 };
 
-use crate::nn::{ExpertStack, Linear};
+use super::config::{ALPHA, Config};
+use crate::{
+    Result,
+    checkpoint::{ExpertRows, Exports, RowOrder, Weights},
+    nn::{ExpertStack, Linear},
+};
 
-/// Experts, and the router that selects some for every token.
+/// The experts of a layer, and the router that selects some for every token.
 #[derive(Module, Debug)]
 pub struct Experts {
-    /// A score of every expert, `[n_experts, hidden]`.
+    /// Computes a score for every expert, `[n_experts, hidden]`.
     pub router: Linear,
     /// The experts.
     pub experts: Vec<Expert>,
-    /// Experts per token, those with the highest scores; the softmax of these scores weighs them.
+    /// The number of experts with the highest scores that compute a token, weighted by the softmax
+    /// of these scores.
     pub per_token: usize,
-    /// The gate's and the linear part's values are clamped to it.
+    /// The bound of the values of the gate and of the linear part.
     pub limit: f64,
-    /// The projections of all experts, where they are packed on a GPU.
+    /// The projections of all experts, if they are packed on a GPU.
     #[module(skip)]
     pub stacks: Option<Stacks>,
 }
 
-/// The projections of all experts of a layer, in the memory of each.
+/// The projections of all experts of a layer, as one matrix each.
 #[derive(Clone, Debug)]
 pub struct Stacks {
     /// The projections [`Expert::gate_up`].
@@ -35,14 +41,11 @@ pub struct Stacks {
 /// A gated MLP, `down((clamp(up(x)) + 1) * g * sigmoid(1.702 g))` with `g = clamp(gate(x))`.
 #[derive(Module, Debug)]
 pub struct Expert {
-    /// Gate rows, then up rows: `[2 * intermediate, hidden]`.
+    /// The gate rows, then the up rows: `[2 * intermediate, hidden]`.
     pub gate_up: Linear,
-    /// `[hidden, intermediate]`.
+    /// The output projection, `[hidden, intermediate]`.
     pub down: Linear,
 }
-
-/// The factor in the gate's sigmoid, with which `x * sigmoid(1.702 x)` approximates GELU.
-pub(super) const ALPHA: f64 = 1.702;
 
 impl Expert {
     fn forward(&self, x: Tensor<3>, limit: f64) -> Tensor<3> {
@@ -50,7 +53,7 @@ impl Expert {
     }
 }
 
-/// Applies the gate of an expert, `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
+/// Applies the gate of an expert: `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
 fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
     let intermediate = gate_up.dims()[2] / 2;
     let gate = gate_up.clone().narrow(2, 0, intermediate).clamp_max(limit);
@@ -59,11 +62,12 @@ fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
     (up + 1.0) * gate
 }
 
-/// Most tokens for which each pick reads its expert by itself: more share the rows of an expert.
+/// The most tokens for which each selection reads its expert separately. With more tokens, several
+/// share the rows of an expert.
 const FEW: usize = 8;
 
 impl Experts {
-    /// Applies to every token the experts that the router picks for it.
+    /// Applies the experts that the router selects for each token.
     ///
     /// For few tokens, a GPU with packed weights selects the experts itself. Otherwise the host
     /// reads the selection, so that each expert computes only its own tokens. Graph capture cannot
@@ -71,7 +75,6 @@ impl Experts {
     /// tokens, and experts that were not selected get weight 0.
     ///
     /// # Shapes
-    ///
     /// - x: `[batch, seq, hidden]`
     /// - output: `[batch, seq, hidden]`
     pub fn forward(&self, x: Tensor<3>, on_device: bool) -> Tensor<3> {
@@ -94,7 +97,7 @@ impl Experts {
         self.stacks.is_some()
     }
 
-    /// Returns the stacks, if they match the experts and are on the device of `x`.
+    /// Returns the stacks if they match the experts and are on the device of `x`.
     fn stacks_for(&self, x: &Tensor<3>) -> Option<&Stacks> {
         let unchanged = |expert: &Expert| {
             expert.gate_up.weight.is_only_packed() && expert.down.weight.is_only_packed()
@@ -103,7 +106,8 @@ impl Experts {
         self.experts.iter().all(unchanged).then_some(stacks)
     }
 
-    /// `x`: `[1, n, hidden]`; `picked` and `weights`: `[n, per_token]`.
+    /// Applies the selected experts from their stacks. `x` is `[1, n, hidden]`; `picked` and
+    /// `weights` are `[n, per_token]`.
     fn stacked(
         &self,
         stacks: &Stacks,
@@ -116,7 +120,7 @@ impl Experts {
         (y * weights.unsqueeze_dim::<3>(2)).sum_dim(1)
     }
 
-    /// `picked` and `weights`: `[n, per_token]`.
+    /// Applies all experts to all tokens. `picked` and `weights` are `[n, per_token]`.
     fn all(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
         let mut output = x.zeros_like();
         for (number, expert) in self.experts.iter().enumerate() {
@@ -130,26 +134,77 @@ impl Experts {
     fn picked(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
         let (device, n) = (x.device(), x.dims()[1]);
         let weights = weights.reshape([1, n * self.per_token, 1]);
-        // Where in `[n, per_token]` each expert was picked.
-        let mut places = vec![vec![]; self.experts.len()];
-        for (place, number) in picked.into_data().iter::<i64>().enumerate() {
-            places[number as usize].push(place as i64);
+        // The positions in `[n, per_token]` at which each expert is selected.
+        let mut picks = vec![vec![]; self.experts.len()];
+        for (pick, number) in picked.into_data().iter::<i64>().enumerate() {
+            picks[number as usize].push(pick as i64);
         }
         let mut output = x.zeros_like();
-        for (expert, places) in self.experts.iter().zip(places) {
-            if places.is_empty() {
+        for (expert, picks) in self.experts.iter().zip(picks) {
+            if picks.is_empty() {
                 continue;
             }
-            let tokens: Vec<_> = places.iter().map(|p| p / self.per_token as i64).collect();
+            let tokens: Vec<_> = picks.iter().map(|p| p / self.per_token as i64).collect();
             let ids = |ids: Vec<i64>| {
                 let len = ids.len();
                 Tensor::<1, Int>::from_data(TensorData::new(ids, [len]), &device)
             };
-            let (tokens, places) = (ids(tokens), ids(places));
+            let (tokens, picks) = (ids(tokens), ids(picks));
             let y = expert.forward(x.clone().select(1, tokens.clone()), self.limit);
-            let y = y * weights.clone().select(1, places);
+            let y = y * weights.clone().select(1, picks);
             output = output.select_assign(1, tokens, y, IndexingUpdateOp::Add);
         }
         output
+    }
+}
+
+impl Experts {
+    /// Imports the experts of the MLP `layer`.
+    ///
+    /// Hugging Face files store all experts of a layer in one tensor, with gate and up rows
+    /// alternating: floats as `[expert, columns, rows]`, or blocks of MXFP4. GGUF files store gate
+    /// and up rows in two tensors, `[expert, rows, columns]`.
+    pub(super) fn import(config: &Config, layer: &str, weights: &mut Weights) -> Result<Self> {
+        let (n_experts, hidden_size) = (config.n_experts, config.shared.hidden_size);
+        let width = config.shared.intermediate_size;
+        let router = [(format!("{layer}.router"), n_experts)];
+        let router = weights.linear(&router, hidden_size, true)?;
+        let name = |part: &str| format!("{layer}.experts.{part}");
+        let gate_up = if weights.is_gguf() {
+            let [gate, up] = ["gate_proj", "up_proj"].map(name);
+            let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
+            let up = weights.experts(&up, [n_experts, width, hidden_size])?;
+            let join = |(gate, up): (ExpertRows, ExpertRows)| {
+                let why = || "has another format than the rows of the gate".to_string();
+                gate.then(up).ok_or_else(|| weights.flawed(&name("up_proj"), why()))
+            };
+            gate.into_iter().zip(up).map(join).collect::<Result<Vec<_>>>()?
+        } else {
+            let all =
+                weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
+            all.into_iter().map(ExpertRows::split).collect()
+        };
+        let (gate_up, gate_up_stack) = weights.linears_of(gate_up)?;
+        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
+        let (down, down_stack) = weights.linears_of(down)?;
+        let expert = |(gate_up, down)| Expert { gate_up, down };
+        Ok(Self {
+            router,
+            experts: gate_up.into_iter().zip(down).map(expert).collect(),
+            per_token: config.experts_per_token,
+            limit: config.swiglu_limit,
+            stacks: gate_up_stack.zip(down_stack).map(|(gate_up, down)| Stacks { gate_up, down }),
+        })
+    }
+
+    /// Exports the experts of the MLP `layer`.
+    pub(super) fn export(&self, layer: &str, exports: &mut Exports) {
+        let Self { router, experts, .. } = self;
+        exports.floats(&format!("{layer}.router"), &router.weight, router.bias.as_ref());
+        // Gate and up rows alternate in files.
+        let gate_up = experts.iter().map(|expert| &expert.gate_up);
+        exports.experts(&format!("{layer}.experts.gate_up_proj"), gate_up, RowOrder::InTurn);
+        let down = experts.iter().map(|expert| &expert.down);
+        exports.experts(&format!("{layer}.experts.down_proj"), down, RowOrder::Same);
     }
 }

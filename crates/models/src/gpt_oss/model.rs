@@ -5,11 +5,11 @@ use burn::{
     tensor::{DType, Tensor},
 };
 
-use super::{Config, Experts, files::NAMES};
+use super::{Config, Experts, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerSpec, Result, Role, Roles,
-    checkpoint::{Exports, Names, Weights},
-    nn::{Linear, Memory, RmsNorm, RopeRows, by_rows},
+    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
+    checkpoint::{Exports, Names},
+    nn::{Linear, RmsNorm, by_rows},
 };
 
 /// gpt-oss, <https://arxiv.org/abs/2508.10925>.
@@ -18,15 +18,15 @@ pub type GptOss = DecoderStack<Layer>;
 /// One layer of [`GptOss`].
 #[derive(Module, Debug)]
 pub struct Layer {
-    /// Norm before attention.
+    /// Norm of the input of attention.
     pub attention_norm: RmsNorm,
-    /// Query, key and value rows in one matrix.
+    /// Query, key and value rows in one matrix, usually with a bias.
     pub qkv: Linear,
     /// The learned sink of every query head, `[n_heads]`.
     pub sink_logits: Param<Tensor<1>>,
     /// The output projection of attention.
     pub output: Linear,
-    /// Norm before the MLP.
+    /// Norm of the input of the MLP.
     pub mlp_norm: RmsNorm,
     /// The MLP.
     pub experts: Experts,
@@ -39,29 +39,50 @@ impl DecoderLayer for Layer {
     const NAME: &'static str = "GptOss";
     const NAMES: &'static Names = &NAMES;
 
-    fn forward(
-        &self,
-        x: Tensor<3>,
-        rope: Option<&RopeRows>,
-        spec: &LayerSpec,
-        memory: Memory<'_>,
-    ) -> Result<Tensor<3>> {
-        let captured = memory.is_captured();
+    fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
+        let shared = &config.shared;
+        let (width, bias) = (shared.hidden_size, shared.attention_bias);
+        let mlp = source.name("mlp");
+        let sinks = match source.weights()?.is_gguf() {
+            true => source.name("self_attn.sinks.weight"),
+            false => source.name("self_attn.sinks"),
+        };
+        Ok(Self {
+            attention_norm: source.norm("input_layernorm", width)?,
+            qkv: source.fused(&shared.qkv(), width, bias)?,
+            sink_logits: source.weights()?.parameter(&sinks, shared.n_heads)?,
+            output: source.linear(
+                "self_attn.o_proj",
+                [width, shared.n_heads * shared.head_dim],
+                bias,
+            )?,
+            mlp_norm: source.norm("post_attention_layernorm", width)?,
+            experts: Experts::import(config, &mlp, source.weights()?)?,
+        })
+    }
+
+    fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
+        visitor.fused(Role::Qkv, &config.shared.qkv(), &self.qkv);
+        visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
+        let sinks = &self.sink_logits;
+        visitor.part(Role::AttentionNorm, sinks, |exports: &mut Exports, prefix| {
+            exports.parameter(&format!("{prefix}self_attn.sinks"), sinks);
+        });
+        visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
+        visitor.norm(Role::MlpNorm, "post_attention_layernorm", &self.mlp_norm);
+        visitor.part(Role::Mlp, &self.experts, |exports, prefix| {
+            self.experts.export(&format!("{prefix}mlp"), exports);
+        });
+    }
+
+    fn forward(&self, x: Tensor<3>, mut context: LayerContext<'_>) -> Result<Tensor<3>> {
+        let captured = context.memory.is_captured();
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
-        let memory = memory.with_sinks(self.sink_logits.val().cast(DType::F32));
-        let heads = spec.attend(qkv, rope, memory)?;
+        context.memory = context.memory.with_sinks(self.sink_logits.val().cast(DType::F32));
+        let heads = context.attend(qkv, None)?;
         let x = self.output.forward_added(heads, x);
         let normed = by_rows(x.clone(), |x| self.mlp_norm.forward(x));
         Ok(x + self.experts.forward(normed, captured))
-    }
-
-    fn roles(&self, roles: &mut Roles) {
-        roles.add(Role::AttentionNorm, &self.attention_norm);
-        roles.add(Role::AttentionNorm, &self.sink_logits);
-        roles.add(Role::Qkv, &self.qkv);
-        roles.add(Role::AttentionOutput, &self.output);
-        roles.add(Role::MlpNorm, &self.mlp_norm);
-        roles.add(Role::Mlp, &self.experts);
     }
 
     fn projections(&mut self) -> Vec<&mut Linear> {
@@ -74,13 +95,5 @@ impl DecoderLayer for Layer {
     /// multiplies with all experts, because the host cannot read which ones the router selected.
     fn captures(&self) -> bool {
         self.experts.picks_on_device()
-    }
-
-    fn import(config: &Config, i: usize, weights: &mut Weights) -> Result<Self> {
-        Self::take(config, i, weights)
-    }
-
-    fn export(&self, config: &Config, i: usize, exports: &mut Exports) {
-        self.give(config, i, exports);
     }
 }

@@ -1,17 +1,16 @@
-//! What a model of the Llama family is: its `config.json`, resolved once.
+//! The configuration of the Llama family.
 
 use std::{collections::BTreeSet, path::Path};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::{
-    DecoderConfig, Error, LayerSpec, ModelSpec, Result,
-    fields::{FULL, SLIDING, positive, sizes},
-    nn::{Rope, RopeScaling},
-    rope_config,
+    DecoderConfig, LayerSpec, Result,
+    fields::{FULL, SLIDING},
+    nn::RopeScaling,
 };
 
-/// Everything the model needs to know, with all defaults filled in.
+/// The configuration of a model, with all defaults filled in.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Tokens.
@@ -24,24 +23,24 @@ pub struct Config {
     pub n_layers: usize,
     /// Heads of attention, and the sliding window of the layers that have one.
     pub attention: LayerSpec,
-    /// Layers, counted from 0, that see all tokens although [`attention`](Self::attention) has a
-    /// window.
+    /// Layers, counted from 0, that see all tokens even if [`attention`](Self::attention) has a
+    /// sliding window.
     pub full_layers: BTreeSet<usize>,
     /// Layers without rope.
     pub layers_without_rope: BTreeSet<usize>,
-    /// Whether every head of queries and keys has a norm.
+    /// True if every head of queries and keys has a norm.
     pub qk_norms: bool,
     /// The longest context.
     pub max_positions: usize,
     /// Epsilon of the norms.
     pub norm_epsilon: f64,
-    /// Whether the QKV projection has a bias.
+    /// True if the QKV projection has a bias.
     pub qkv_bias: bool,
-    /// Whether the output projection of attention has a bias.
+    /// True if the output projection of attention has a bias.
     pub output_bias: bool,
-    /// Whether the MLP has biases.
+    /// True if the MLP has biases.
     pub mlp_bias: bool,
-    /// Whether the output projection is the token embedding.
+    /// True if the output projection is the token embedding.
     pub tied_head: bool,
     /// Channels of a head that rope covers.
     pub rotary_dim: usize,
@@ -52,84 +51,52 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks a configuration that was made in code rather than read from a file.
+    /// Checks a configuration that was made in code.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] naming the field as `config.json` spells it.
+    /// Fails with [`Error::Config`] naming the field as in `config.json`.
     pub fn validate(&self) -> Result<()> {
         self.check(Path::new("llama config"))
     }
 
-    /// Channels per head, of keys and of values.
+    /// Returns the channels per head, which are equal for keys and values.
     pub(super) fn head_dim(&self) -> usize {
         self.attention.head_dim.keys
     }
-
-    /// Checks the values that the shapes of the tensors do not check; `path` is for the message.
-    pub(super) fn check(&self, path: &Path) -> Result<()> {
-        let LayerSpec { n_heads, n_kv_heads, head_dim: of_sides, .. } = self.attention;
-        let head_dim = self.head_dim();
-        let fields = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.n_layers),
-            ("num_attention_heads", n_heads),
-            ("num_key_value_heads", n_kv_heads),
-            ("head_dim", head_dim),
-            ("max_position_embeddings", self.max_positions),
-            ("rotary_dim", self.rotary_dim),
-        ];
-        sizes(path, &fields)?;
-        if !n_heads.is_multiple_of(n_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {n_heads}");
-            return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
-        }
-        if of_sides != head_dim.into() {
-            let rule = format!("must be head_dim {head_dim}: this family has one for both");
-            return Err(Error::config(path, "head_dim of values", of_sides.values, rule));
-        }
-        if self.attention.sliding_window == Some(0) {
-            return Err(Error::config(path, "sliding_window", 0, "must be at least 1"));
-        }
-        for (field, layers) in
-            [("full_layers", &self.full_layers), ("no_rope_layers", &self.layers_without_rope)]
-        {
-            if let Some(&layer) = layers.last().filter(|layer| **layer >= self.n_layers) {
-                let rule = format!("the model has layers 0 to {}", self.n_layers - 1);
-                return Err(Error::config(path, field, layer, rule));
-            }
-        }
-        if !self.rotary_dim.is_multiple_of(2) || self.rotary_dim > head_dim {
-            let rule = format!("must be even and at most head_dim {head_dim}");
-            return Err(Error::config(path, "rotary_dim", self.rotary_dim, rule));
-        }
-        positive(path, "rope_theta", self.rope_theta)?;
-        positive(path, "rms_norm_eps", self.norm_epsilon)?;
-        rope_config::check(path, &self.rope_scaling, self.rotary_dim)
-    }
 }
 
-/// The families of the transformers library that [`Llama`](super::Llama) can be written as.
+/// The families of the transformers library that a [`Llama`](super::Llama) can be saved as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
     Llama,
     /// Llama with a sliding window in every layer.
     Mistral,
-    /// Has biases of queries, keys and values alone.
+    /// Has biases only in the projections of queries, keys and values.
     Qwen2,
     /// Has norms of queries and keys.
     Qwen3,
-    /// Llama with layers that have no rope, or a sliding window in some layers.
+    /// Llama with layers without rope, or with a sliding window in some layers.
     SmolLm3,
-    /// Has fused projections, and is the only one of these in which only a part of a head may
-    /// rotate.
+    /// Has fused projections. It is the only one in which rope can cover a part of a head.
     Phi3,
 }
 
+impl Dialect {
+    /// Returns `model_type` and the architecture.
+    pub(super) fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Llama => ("llama", "LlamaForCausalLM"),
+            Self::Mistral => ("mistral", "MistralForCausalLM"),
+            Self::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Self::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            Self::SmolLm3 => ("smollm3", "SmolLM3ForCausalLM"),
+            Self::Phi3 => ("phi3", "Phi3ForCausalLM"),
+        }
+    }
+}
+
 impl Config {
-    /// The family that this configuration can be written as, if there is one.
+    /// Returns the family that the model can be saved as, if there is one.
     pub(super) fn dialect(&self) -> Option<Dialect> {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
         let biases = (self.qkv_bias, self.output_bias, self.mlp_bias);
@@ -155,122 +122,57 @@ impl Config {
         }
     }
 
-    /// The kind of attention of every layer, as `layer_types` has it.
+    /// Returns the kind of attention of every layer, as in `layer_types`.
     fn layer_types(&self) -> Vec<&'static str> {
         let windowed =
             |i| self.attention.sliding_window.is_some() && !self.full_layers.contains(&i);
         (0..self.n_layers).map(|i| if windowed(i) { SLIDING } else { FULL }).collect()
     }
 
-    /// The share of a head that with_rope, as a number that gives readers exactly `rotary_dim`:
-    /// they multiply it by `head_dim` and round down, and their parser may get its last digit
-    /// wrong.
+    /// Returns the fields of `config.json` that not all dialects have.
+    pub(super) fn fields_of(&self, dialect: Dialect) -> Vec<(&'static str, Value)> {
+        let mut fields = vec![];
+        if dialect != Dialect::Phi3 {
+            fields.push(("head_dim", json!(self.head_dim())));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::Qwen3 | Dialect::SmolLm3) {
+            fields.push(("attention_bias", json!(self.qkv_bias)));
+        }
+        if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
+            fields.push(("mlp_bias", json!(self.mlp_bias)));
+        }
+        let window = self.attention.sliding_window;
+        if dialect != Dialect::Llama {
+            fields.push(("sliding_window", json!(window)));
+        }
+        if matches!(dialect, Dialect::Qwen2 | Dialect::Qwen3 | Dialect::SmolLm3) {
+            fields.push(("use_sliding_window", json!(window.is_some())));
+            fields.push(("layer_types", json!(self.layer_types())));
+        }
+        if dialect == Dialect::SmolLm3 {
+            // 1 for a layer with rope.
+            let with_rope = |i| u8::from(!self.layers_without_rope.contains(&i));
+            let with_rope: Vec<_> = (0..self.n_layers).map(with_rope).collect();
+            fields.push(("no_rope_layers", json!(with_rope)));
+        }
+        if dialect == Dialect::Phi3 {
+            fields.push(("partial_rotary_factor", json!(self.rotary_factor())));
+            if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
+                let field = "original_max_position_embeddings";
+                fields.push((field, json!(original_max_positions)));
+            }
+        }
+        fields
+    }
+
+    /// Returns the fraction of a head that rope covers. Readers multiply it by `head_dim` and round
+    /// down, and their parser may change its last digit; the fraction then still gives
+    /// `rotary_dim`.
     fn rotary_factor(&self) -> f64 {
         let head_dim = self.head_dim() as f64;
         let exact = self.rotary_dim as f64 / head_dim;
         let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;
         let read = serde_json::from_str(&exact.to_string()).unwrap_or(exact);
         if found(exact) && found(read) { exact } else { (self.rotary_dim as f64 + 0.5) / head_dim }
-    }
-}
-
-impl DecoderConfig for Config {
-    fn spec(&self) -> ModelSpec {
-        let Self { vocab_size, hidden_size, max_positions, n_layers, attention, .. } = *self;
-        let layer = |i: usize| {
-            let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
-            let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
-            attention.with_sliding_window(window).with_rope(rope)
-        };
-        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
-        let layers = (0..n_layers).map(layer).collect();
-        ModelSpec::new(vocab_size, hidden_size, max_positions, layers).with_ropes(vec![rope])
-    }
-
-    fn norm_epsilon(&self) -> f64 {
-        self.norm_epsilon
-    }
-
-    fn tied_head(&self) -> bool {
-        self.tied_head
-    }
-
-    /// Returns the fields of `config.json` that [`from_json`](Config::from_json) reads, in the
-    /// spelling that both old and new versions of the transformers library read; `path` is for the
-    /// message.
-    fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
-        let head_dim = self.head_dim();
-        let unsupported = |what: &str| {
-            let why = format!("{}: no Hugging Face family has it", path.display());
-            Error::unsupported(format!("{what} in a saved model"), why)
-        };
-        let Some(dialect) = self.dialect() else {
-            return Err(unsupported(&format!(
-                "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of \
-                 head_dim {head_dim}",
-                self.qkv_bias, self.output_bias, self.mlp_bias, self.rotary_dim,
-            )));
-        };
-        let rope_scaling = rope_config::to_json(&self.rope_scaling, self.max_positions);
-        let (model_type, architecture) = match dialect {
-            Dialect::Llama => ("llama", "LlamaForCausalLM"),
-            Dialect::Mistral => ("mistral", "MistralForCausalLM"),
-            Dialect::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
-            Dialect::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
-            Dialect::SmolLm3 => ("smollm3", "SmolLM3ForCausalLM"),
-            Dialect::Phi3 => ("phi3", "Phi3ForCausalLM"),
-        };
-        let mut fields = Map::new();
-        let mut put = |key: &str, value: Value| fields.insert(key.into(), value);
-        put("architectures", json!([architecture]));
-        put("model_type", json!(model_type));
-        put("vocab_size", json!(self.vocab_size));
-        put("hidden_size", json!(self.hidden_size));
-        put("intermediate_size", json!(self.intermediate_size));
-        put("num_hidden_layers", json!(self.n_layers));
-        put("num_attention_heads", json!(n_heads));
-        put("num_key_value_heads", json!(n_kv_heads));
-        put("max_position_embeddings", json!(self.max_positions));
-        put("rms_norm_eps", json!(self.norm_epsilon));
-        put("hidden_act", json!("silu"));
-        put("tie_word_embeddings", json!(self.tied_head));
-        put("rope_theta", json!(self.rope_theta));
-        put("rope_scaling", rope_scaling);
-        if dialect != Dialect::Phi3 {
-            put("head_dim", json!(head_dim));
-        }
-        if matches!(dialect, Dialect::Llama | Dialect::Qwen3 | Dialect::SmolLm3) {
-            put("attention_bias", json!(self.qkv_bias));
-        }
-        if matches!(dialect, Dialect::Llama | Dialect::SmolLm3) {
-            put("mlp_bias", json!(self.mlp_bias));
-        }
-        let window = self.attention.sliding_window;
-        match dialect {
-            Dialect::Llama => {}
-            Dialect::Mistral => {
-                put("sliding_window", json!(window));
-            }
-            Dialect::Qwen2 | Dialect::Qwen3 | Dialect::SmolLm3 => {
-                put("use_sliding_window", json!(window.is_some()));
-                put("sliding_window", json!(window));
-                put("layer_types", json!(self.layer_types()));
-                if dialect == Dialect::SmolLm3 {
-                    // 1 for a layer with rope.
-                    let with_rope = |i| u8::from(!self.layers_without_rope.contains(&i));
-                    let with_rope: Vec<_> = (0..self.n_layers).map(with_rope).collect();
-                    put("no_rope_layers", json!(with_rope));
-                }
-            }
-            Dialect::Phi3 => {
-                put("sliding_window", json!(window));
-                put("partial_rotary_factor", json!(self.rotary_factor()));
-                if let RopeScaling::LongRope { original_max_positions, .. } = self.rope_scaling {
-                    put("original_max_position_embeddings", json!(original_max_positions));
-                }
-            }
-        }
-        Ok(fields)
     }
 }

@@ -1,16 +1,18 @@
-//! From the metadata of a GGUF file to [`Config`].
+//! Reads [`Config`] from the metadata of a GGUF file.
 
 use std::collections::BTreeSet;
 
 use super::Config;
-use crate::{LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config};
+use crate::{
+    DecoderConfig, LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config,
+};
 
-/// Interval of SmolLM3's layers without rope, which its files do not contain.
+/// Every fourth layer of SmolLM3 has no rope, which its GGUF files do not contain.
 const SMOLLM3_INTERVAL: usize = 4;
 
 impl Config {
-    /// Resolves the metadata of a GGUF file. Takes the tensors of the rope out of
-    /// `weights`, and adds to its notes what a user should know.
+    /// Reads the metadata of a GGUF file. Takes the tensors of the rope out of `weights` and adds
+    /// to its notes.
     pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let hidden_size = metadata.size("embedding_length")?;
@@ -24,7 +26,7 @@ impl Config {
                 fields::head_dim(path, width, ("attention.head_count", n_heads))?
             }
         };
-        // llama.cpp writes 0 for no sliding window; one that hides nothing is none.
+        // llama.cpp writes 0 for no sliding window. A window as long as the context hides nothing.
         let window = metadata.optional_size("attention.sliding_window")?;
         let window = window.filter(|&n| n > 0 && n < context_length);
         let block_count = metadata.size("block_count")?;
@@ -65,12 +67,15 @@ impl Config {
         };
         config.check(path)?;
         rope_config::note_longrope(path, &config.rope_scaling, context_length, weights.notes());
+        if matches!(metadata.arch(), "llama" | "smollm3") {
+            config.interleaved(weights);
+        }
         Ok(config)
     }
 
     /// Marks queries and keys as stored for interleaved rope, as in GGUF files of architecture
-    /// `llama`; this crate applies rope to halves.
-    pub(super) fn interleaved(&self, weights: &mut Weights) {
+    /// `llama`. This crate applies rope to halves.
+    fn interleaved(&self, weights: &mut Weights) {
         let LayerSpec { n_heads, n_kv_heads, .. } = self.attention;
         let head_dim = self.head_dim();
         for i in 0..self.n_layers {

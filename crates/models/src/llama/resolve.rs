@@ -1,4 +1,4 @@
-//! From `config.json` to [`Config`].
+//! Reads [`Config`] from `config.json`.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -6,31 +6,15 @@ use serde::Deserialize;
 
 use super::Config;
 use crate::{
-    ConfigJson, Error, LayerSpec, Result,
+    DecoderConfig, Error, LayerSpec, Result,
     fields::{self, SLIDING, full_layers, required},
     nn::RopeScaling,
     rope_config::{self, RopeFields},
 };
 
-impl Config {
-    /// Resolves `config.json`.
-    ///
-    /// # Errors
-    ///
-    /// A missing or contradictory field, or a feature this crate does not compute.
-    pub fn from_json(text: &str, path: &Path) -> Result<Self> {
-        Self::resolve(text, path, &mut vec![])
-    }
-
-    /// [`from_json`](Self::from_json), adding to `notes` what a user should know.
-    pub(super) fn resolve(text: &str, path: &Path, notes: &mut Vec<String>) -> Result<Self> {
-        ConfigJson { text, path }.parse::<Raw>()?.resolve(path, notes)
-    }
-}
-
-/// Fields as old and new versions of the transformers library write them.
+/// The fields that old and new versions of the transformers library write.
 #[derive(Deserialize)]
-struct Raw {
+pub(super) struct Raw {
     model_type: String,
     vocab_size: Option<usize>,
     hidden_size: Option<usize>,
@@ -60,7 +44,8 @@ struct Raw {
 }
 
 impl Raw {
-    fn resolve(self, path: &Path, notes: &mut Vec<String>) -> Result<Config> {
+    /// Returns the configuration, and adds to `notes` for the user.
+    pub(super) fn resolve(self, path: &Path, notes: &mut Vec<String>) -> Result<Config> {
         let family = self.model_type.as_str();
         let hidden_size = required(path, "hidden_size", self.hidden_size)?;
         let n_heads = required(path, "num_attention_heads", self.num_attention_heads)?;
@@ -79,13 +64,13 @@ impl Raw {
         self.check_supported(path)?;
         let layers_without_rope = self.layers_without_rope(path, n_layers)?;
         let (window, full_layers) = self.window(path, n_layers, &layers_without_rope)?;
-        // One that hides nothing is none.
+        // A window as long as the context hides nothing.
         let window = window.filter(|&window| window < max_positions);
         let full_layers = if window.is_some() { full_layers } else { BTreeSet::new() };
 
         let new_rope = self.rope_parameters.as_ref();
         let rope = new_rope.or(self.rope_scaling.as_ref());
-        // What the transformers library takes for a file that does not say.
+        // The defaults of the transformers library.
         let default_theta = if family == "smollm3" { 2_000_000.0 } else { 10_000.0 };
         let rope_theta =
             new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(default_theta);
@@ -130,28 +115,28 @@ impl Raw {
     fn check_supported(&self, path: &Path) -> Result<()> {
         let act = self.hidden_act.as_deref().unwrap_or("silu");
         if act != "silu" && act != "swish" {
-            let why = format!("{} asks for hidden_act {act}, silu is computed", path.display());
+            let why = format!("{} has hidden_act {act}; only silu is supported", path.display());
             return Err(Error::unsupported("activation", why));
         }
         Ok(())
     }
 
-    /// The sliding window, and the layers that have none beside layers that have one.
+    /// Returns the sliding window, and the layers without it if other layers have it.
     fn window(
         &self,
         path: &Path,
         n_layers: usize,
-        unrotated: &BTreeSet<usize>,
+        without_rope: &BTreeSet<usize>,
     ) -> Result<(Option<usize>, BTreeSet<usize>)> {
         let all: BTreeSet<usize> = (0..n_layers).collect();
         let family = self.model_type.as_str();
-        // These carry a `sliding_window` that `use_sliding_window` switches off.
+        // The `sliding_window` of these families applies only with `use_sliding_window`.
         let switched = matches!(family, "qwen2" | "qwen3" | "smollm3");
         let enabled = self.use_sliding_window.unwrap_or(!switched);
         let full = match &self.layer_types {
             Some(types) => full_layers(path, types, n_layers)?,
             None if !enabled => all.clone(),
-            None if family == "smollm3" => &all - unrotated,
+            None if family == "smollm3" => &all - without_rope,
             None if switched => {
                 let first = self.max_window_layers.unwrap_or(28);
                 all.iter().copied().filter(|&layer| layer < first).collect()

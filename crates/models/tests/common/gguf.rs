@@ -1,4 +1,4 @@
-//! GGUF files written for tests.
+//! Writes GGUF files for tests.
 
 use std::{fs, path::Path};
 
@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 
 use super::{fixture, read_tensors, tiny};
 
-/// A golden checkpoint as llama.cpp's converter would write it, in `dtype` where shapes allow.
+/// Writes a golden checkpoint as llama.cpp's converter does, in `dtype` where shapes allow.
 pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[(&str, Value)]) {
     let config: Json =
         serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
@@ -132,7 +132,8 @@ pub(crate) fn write_gguf_file(
     gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
 }
 
-/// gpt-oss has gate and up rows of its experts alternating in one transposed tensor; GGUF files have two.
+/// gpt-oss alternates gate and up rows of its experts in one transposed tensor. GGUF files have two
+/// tensors.
 fn expert_tensors(
     name: &str,
     shape: &[usize],
@@ -166,7 +167,7 @@ fn expert_tensors(
     parts.into_iter().map(quantize).collect()
 }
 
-/// GPT-2's map of bytes to printable characters.
+/// Maps a byte to a printable character as GPT-2 does.
 fn byte_token(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 33..=126 | 161..=172 | 174..=255);
     if printable(byte) {
@@ -176,7 +177,7 @@ fn byte_token(byte: u8) -> char {
     char::from_u32(256 + rank as u32).unwrap()
 }
 
-/// A GGUF file whose vocabulary is the bytes, then `merges` in order.
+/// Writes a GGUF file whose vocabulary is the bytes, followed by `merges`.
 pub(crate) fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&str]) {
     let mut tokens: Vec<String> = (0..=255).map(|b| byte_token(b).to_string()).collect();
     tokens.extend(merges.iter().map(|merge| merge.replace(' ', "")));
@@ -193,7 +194,7 @@ pub(crate) fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&s
     write_gguf(&tiny("gpt2-tiny"), file, GgmlDType::F32, &extra);
 }
 
-/// The vocabulary of `fixtures/bos/tokenizer.json` as metadata of a GGUF file, and `more`.
+/// Returns the vocabulary of `fixtures/bos/tokenizer.json` as metadata of a GGUF file, and `more`.
 pub(crate) fn bos_vocabulary(more: &[(&str, Value)]) -> Vec<(String, Value)> {
     let file = fs::read(fixture("bos").join("tokenizer.json")).unwrap();
     let json: Json = serde_json::from_slice(&file).unwrap();
@@ -267,7 +268,7 @@ fn gguf_name(arch: &str, name: &str) -> String {
     name
 }
 
-/// The divisors that llama.cpp's converter stores for `rope_type` llama3.
+/// Returns the divisors that llama.cpp's converter stores for `rope_type` llama3.
 fn llama3_divisors(config: &Json) -> Vec<f32> {
     let rope = &config["rope_parameters"];
     let get = |key: &str| rope[key].as_f64().unwrap();
@@ -291,7 +292,7 @@ fn llama3_divisors(config: &Json) -> Vec<f32> {
         .collect()
 }
 
-/// The factors of `rope_scaling` as tensors, for a configuration that has them.
+/// Returns the factors of `rope_scaling` as tensors, if the configuration has them.
 fn longrope_factors(config: &Json) -> Vec<(String, Vec<f32>)> {
     let factors = |kind: &str| {
         let of = |field: &str| config[field][format!("{kind}_factor")].as_array();

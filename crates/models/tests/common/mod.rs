@@ -1,4 +1,4 @@
-//! Helpers shared by the tests.
+//! Helpers for the tests.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 mod gguf;
@@ -33,17 +33,18 @@ pub(crate) const TINY: [&str; 11] = [
     "gpt-oss-tiny",
 ];
 
-/// The folder of one of the project's tiny checkpoints.
+/// Returns the folder of a tiny checkpoint.
 pub(crate) fn tiny(name: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/models")).join(name)
 }
 
-/// All golden checkpoints: the project's, or those of `KV_GOLDEN`, a folder of the same form.
+/// Returns all golden checkpoints, from the project or from the folder `KV_GOLDEN` of the same
+/// form.
 pub(crate) fn golden() -> Vec<PathBuf> {
     golden_in("models")
 }
 
-/// The golden checkpoints in a folder of the project's, or of those of `KV_GOLDEN`.
+/// Returns the golden checkpoints in a folder of the project or of `KV_GOLDEN`.
 pub(crate) fn golden_in(kind: &str) -> Vec<PathBuf> {
     let root = std::env::var_os("KV_GOLDEN").map_or_else(
         || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden")),
@@ -63,8 +64,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
 }
 
-/// The real model. Tests that load it are ignored unless asked for by `--ignored smollm2`, as `scripts/check`
-/// does.
+/// Returns the real model. Tests with it run only by `--ignored smollm2`, as in `scripts/check`.
 pub(crate) fn smollm2() -> PathBuf {
     let path = std::env::var_os("KV_SMOLLM2").map_or_else(
         || {
@@ -74,11 +74,11 @@ pub(crate) fn smollm2() -> PathBuf {
         PathBuf::from,
     );
     let hint = "run scripts/get-smollm2 or set KV_SMOLLM2";
-    assert!(path.is_file(), "{} is not there; {hint}", path.display());
+    assert!(path.is_file(), "{} is missing; {hint}", path.display());
     path
 }
 
-/// Gemma 3. Tests that load it are ignored unless asked for by `--ignored gemma3`.
+/// Returns Gemma 3. Tests with it run only by `--ignored gemma3`.
 pub(crate) fn gemma3() -> PathBuf {
     let path = std::env::var_os("KV_GEMMA3").map_or_else(
         || {
@@ -95,7 +95,7 @@ pub(crate) fn gemma3() -> PathBuf {
     path
 }
 
-/// The Flex device the tests run on.
+/// Opens the Flex device of the tests.
 pub(crate) fn device() -> Device {
     Device::flex()
 }
@@ -104,7 +104,7 @@ pub(crate) fn device() -> Device {
 pub(crate) struct Expected {
     pub(crate) ids: Tensor<2, Int>,
     pub(crate) logits: Tensor<3>,
-    /// The logits of the last tokens, computed one by one, if the file has them.
+    /// The logits of the last tokens, decoded one by one, if the file has them.
     pub(crate) decoded: Option<Tensor<3>>,
 }
 
@@ -133,7 +133,7 @@ pub(crate) fn max_difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 
     (a - b).abs().max().into_scalar::<f32>()
 }
 
-/// A writable copy of a folder.
+/// Returns a writable copy of a folder.
 pub(crate) fn copy(folder: &Path) -> tempfile::TempDir {
     let to = tempfile::tempdir().unwrap();
     for entry in fs::read_dir(folder).unwrap() {
@@ -143,14 +143,14 @@ pub(crate) fn copy(folder: &Path) -> tempfile::TempDir {
     to
 }
 
-/// `(name, shape, values)` of a safetensors file of f32.
+/// Reads `(name, shape, values)` of the tensors in a safetensors file of f32.
 pub(crate) fn read_tensors(file: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     let bytes = fs::read(file).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     tensors.iter().map(|(n, t)| (n.to_string(), t.shape().to_vec(), f32s(t.data()))).collect()
 }
 
-/// A copy of a tiny checkpoint whose tensors that `which` picks are of `dtype`.
+/// Copies a tiny checkpoint and converts the tensors that `which` selects to `dtype`.
 pub(crate) fn converted(
     name: &str,
     dtype: Dtype,
@@ -179,7 +179,7 @@ pub(crate) fn converted(
     folder
 }
 
-/// The message of a failing load, checked to be one line that names the file.
+/// Returns the message of a failing load, and checks that it is one line that names the file.
 pub(crate) fn failure(path: &Path) -> String {
     let message = kv_models::load(path, &device()).unwrap_err().to_string();
     assert!(!message.contains('\n'), "{message}");
@@ -187,7 +187,7 @@ pub(crate) fn failure(path: &Path) -> String {
     message
 }
 
-/// `message` has all of `parts`.
+/// Checks that `message` has all of `parts`.
 #[track_caller]
 pub(crate) fn assert_contains(message: &str, parts: &[&str]) {
     for part in parts {
@@ -195,7 +195,7 @@ pub(crate) fn assert_contains(message: &str, parts: &[&str]) {
     }
 }
 
-/// A golden folder with a changed `config.json`.
+/// Copies a golden folder and changes its `config.json`.
 pub(crate) fn with_config(name: &str, change: impl FnOnce(&mut Json)) -> tempfile::TempDir {
     let folder = copy(&tiny(name));
     let path = folder.path().join("config.json");
@@ -205,10 +205,10 @@ pub(crate) fn with_config(name: &str, change: impl FnOnce(&mut Json)) -> tempfil
     folder
 }
 
-/// A tensor's name, shape and values.
+/// The name, shape and values of a tensor.
 pub(crate) type Named = (String, Vec<usize>, Vec<f32>);
 
-/// A golden folder with changed tensors.
+/// Copies a golden folder and changes its tensors.
 pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> tempfile::TempDir {
     let folder = copy(&tiny(name));
     let path = folder.path().join("model.safetensors");
@@ -225,7 +225,7 @@ pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> 
     folder
 }
 
-/// A Llama of two layers.
+/// Returns the configuration of a Llama with two layers.
 pub(crate) fn small() -> Config {
     Config {
         vocab_size: 256,

@@ -1,4 +1,4 @@
-//! A cache of a tiny model in a file.
+//! Saves the cache of a tiny model in a file.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub(crate) fn config(name: &str, capacity: usize) -> KvCacheConfig {
     name.parse::<KvCacheConfig>().unwrap().with_capacity(capacity)
 }
 
-/// A saved cache of 30 tokens, and what it is of.
+/// A saved cache of 30 tokens, with its model and text.
 pub(crate) struct Saved {
     pub(crate) scratch: tempfile::TempDir,
     pub(crate) model: LanguageModel,
@@ -57,7 +57,7 @@ impl Saved {
         self.scratch.path().join("prefix.safetensors")
     }
 
-    /// Why it cannot be restored.
+    /// Returns the message of a failed restore.
     #[track_caller]
     pub(crate) fn refused(&self, model: &LanguageModel, config: KvCacheConfig, parts: &[&str]) {
         let saved = SavedCache::open(self.path()).unwrap();

@@ -1,12 +1,12 @@
-//! Checksums that tell one model from another.
+//! Checksums that identify a model.
 
 use burn::tensor::TensorData;
 
 use crate::{Error, LanguageModel, Result, checkpoint::Export};
 
-/// A checksum of the names and shapes of all weights, of all vectors and of some rows of every matrix: enough to tell
-/// models that were trained apart, without reading all of a model. Weights that are kept in another type, or packed,
-/// are others.
+/// Computes a checksum of the names and shapes of all weights, of all vectors, and of some rows of
+/// every matrix. It distinguishes models that were trained differently, without reading all
+/// weights. The same weights in another type, or packed, have another checksum.
 pub(super) fn of_weights(model: &LanguageModel) -> Result<String> {
     let mut crc = crc32fast::Hasher::new();
     for Export { name, values } in model.decoder().export().into_tensors() {
@@ -19,7 +19,7 @@ pub(super) fn of_weights(model: &LanguageModel) -> Result<String> {
     Ok(hexadecimal(crc.finalize()))
 }
 
-/// A checksum of numbers.
+/// Computes a checksum of numbers.
 pub(super) fn of_numbers(numbers: &[f32]) -> String {
     let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     hexadecimal(crc32fast::hash(&bytes))

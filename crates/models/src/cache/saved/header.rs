@@ -1,4 +1,4 @@
-//! What a file says of the cache in it.
+//! The metadata of a saved cache.
 
 use kv_cubecl::KvCacheConfig;
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use crate::{
     LanguageModel, LayerSpec, ModelCacheConfig, ModelSpec, Result, chat::Message, nn::Rope,
 };
 
-/// The version of the format that is written. Version 1, which has no checkpoints, is read as well.
+/// The version that is written. Version 1, which has no checkpoints, is also read.
 pub(super) const VERSION: u32 = 2;
 
 /// The metadata of a saved cache, as JSON.
@@ -16,16 +16,16 @@ pub(super) const VERSION: u32 = 2;
 pub(super) struct Header {
     pub(super) version: u32,
     pub(super) model: Maker,
-    /// What each layer remembers.
+    /// The attention and the cache of each layer.
     pub(super) layers: Vec<Layer>,
-    /// The rotary encodings that keys were rotated by.
+    /// The ropes that were applied to keys.
     pub(super) ropes: Vec<RopeMark>,
     /// Tokens of each sequence.
     pub(super) lens: Vec<usize>,
-    /// What the user calls the policy of the cache.
+    /// The user's name for the policy of the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) cache: Option<String>,
-    /// The conversation, if it is one.
+    /// The conversation; empty if the tokens are not a conversation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) talk: Vec<Message>,
     /// Tokens at each checkpoint, ascending.
@@ -37,7 +37,7 @@ pub(super) struct Header {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Maker {
-    /// What the user calls it; another name is no other model.
+    /// The user's name for the model. It is not compared.
     pub(super) name: String,
     /// [`Decoder::name`](crate::Decoder::name).
     pub(super) decoder: String,
@@ -45,12 +45,12 @@ pub(super) struct Maker {
     pub(super) hidden_size: usize,
     /// A checksum of samples of all weights.
     pub(super) weights: String,
-    /// How the weights are kept, see [`kept_weights`].
+    /// The storage of the weights, see [`kept_weights`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) kept: Option<String>,
 }
 
-/// How the weights of a model are kept: `packed`, or their type.
+/// Returns how the weights of a model are stored: `packed`, or their type.
 pub(super) fn kept_weights(model: &LanguageModel) -> String {
     match model.is_packed() {
         true => "packed".into(),
@@ -58,29 +58,29 @@ pub(super) fn kept_weights(model: &LanguageModel) -> String {
     }
 }
 
-/// One layer.
+/// The attention of one layer and its cache.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Layer {
     pub(super) n_heads: usize,
     pub(super) n_kv_heads: usize,
-    /// Of keys and of values.
+    /// Channels of a head of keys and of values.
     pub(super) head_dim: [usize; 2],
     pub(super) scale: Option<f32>,
     pub(super) softcap: Option<f32>,
     #[serde(alias = "window")]
     pub(super) sliding_window: Option<usize>,
     pub(super) rope: Option<usize>,
-    /// With a capacity of the tokens that are saved.
+    /// The format of the cache. Its capacity is the number of saved tokens.
     pub(super) cache: KvCacheConfig,
 }
 
-/// What tells a rotary encoding from another.
+/// The identity of a rope.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RopeMark {
     pub(super) rotary_dim: usize,
-    /// A checksum of its frequencies and of what scales sines and cosines.
+    /// A checksum of its frequencies and of the scale of sines and cosines.
     pub(super) frequencies: String,
 }
 
@@ -97,8 +97,8 @@ impl Maker {
         })
     }
 
-    /// The first size in which the model `asked` for differs: the field, its value here, and what
-    /// to say of the other.
+    /// Compares sizes with the model `asked` for. Returns the first field that differs, its value
+    /// in the file, and the rule for the message.
     pub(super) fn other_sizes(&self, asked: &Self) -> Option<(&'static str, String, String)> {
         let sizes = [
             ("model.decoder", &self.decoder, &asked.decoder),
@@ -106,12 +106,12 @@ impl Maker {
             ("model.hidden_size", &self.hidden_size.to_string(), &asked.hidden_size.to_string()),
         ];
         let (field, here, there) = sizes.into_iter().find(|(_, here, there)| here != there)?;
-        let rule = format!("this model has {there}; the cache is one of {}", self.name);
+        let rule = format!("this model has {there}; the cache belongs to {}", self.name);
         Some((field, here.clone(), rule))
     }
 
-    /// Whether the weights of the model `asked` for are others, said as by
-    /// [`other_sizes`](Self::other_sizes).
+    /// Compares the weights with the model `asked` for; returns what
+    /// [`other_sizes`](Self::other_sizes) does.
     pub(super) fn other_weights(&self, asked: &Self) -> Option<(&'static str, String, String)> {
         if self.weights == asked.weights {
             return None;
@@ -127,30 +127,29 @@ impl Maker {
             _ => Some((
                 "model",
                 self.name.clone(),
-                "its weights are not those of this model; load the model that filled the cache"
-                    .into(),
+                "its weights differ from this model's; load the model that filled the cache".into(),
             )),
         }
     }
 }
 
 impl Layer {
-    /// A layer whose cache is `cache`.
+    /// Describes a layer with this cache.
     pub(super) fn new(layer: &LayerSpec, cache: KvCacheConfig) -> Self {
         let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope } = *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
     }
 
-    /// All layers of a model with caches of `config` for so many tokens.
+    /// Describes all layers of a model with caches of `config` for `tokens` tokens.
     pub(super) fn all(spec: &ModelSpec, config: &ModelCacheConfig, tokens: usize) -> Vec<Self> {
         let layers = spec.layers.iter().enumerate();
         let cache = |i| config.layer(spec, i).with_capacity(tokens);
         layers.map(|(i, layer)| Self::new(layer, cache(i))).collect()
     }
 
-    /// The first field in which `other` differs, its value here and there. Caches are compared by their names, which
-    /// say all that matters.
+    /// Returns the first field in which `other` differs, and both values. Caches are compared by
+    /// their names, which contain all that matters.
     pub(super) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let text = |value: &dyn core::fmt::Debug| format!("{value:?}");
         let fields = |it: &Self| {
@@ -172,7 +171,8 @@ impl Layer {
 }
 
 impl RopeMark {
-    /// Those of a model whose cache has room for `room` positions, by which some choose their frequencies.
+    /// Describes the ropes of a model whose cache has a capacity of `room` positions. The
+    /// frequencies of some ropes depend on it.
     pub(super) fn all(spec: &ModelSpec, room: usize) -> Vec<Self> {
         let mark = |rope: &Rope| Self {
             rotary_dim: rope.rotary_dim(),

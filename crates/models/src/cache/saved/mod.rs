@@ -1,12 +1,14 @@
-//! Caches in files, so that a text that was read once is not read again by the next program.
+//! Saves caches to files; a later program resumes without computing the text again.
 //!
-//! The file is of safetensors: the packed words and float rows of every layer, `layers.N.keys`,
-//! `layers.N.values` and `layers.N.floats`, as [`CacheParts`] has them for a cache of no more
-//! tokens than are saved; `tokens`, those of all sequences; `checkpoints.C.layers.N.PART`, what the
-//! caches of layers had when they held fewer tokens, see [`PromptCache`]; `checksums`, the CRC-32
-//! of the file's header and of every other tensor, by name. The metadata `kv_cache` say by which
-//! model and how. A cache goes on from it bit for bit, with any capacity; on another backend with
-//! the same state and the numbers of that backend.
+//! The file is in the format safetensors. It holds the packed words and float rows of every layer,
+//! `layers.N.keys`, `layers.N.values` and `layers.N.floats`, laid out as in [`CacheParts`] for a
+//! cache of the saved length; `tokens`, those of all sequences; `checkpoints.C.layers.N.PART`, the
+//! parts that layers had at shorter lengths, see [`PromptCache`]; and `checksums`, the CRC-32 of
+//! the file's header and of every other tensor, by name. The metadata `kv_cache` describe the model
+//! and the cache.
+//!
+//! A restored cache continues bit for bit, with any capacity. On another backend it has the same
+//! state, and that backend's rounding.
 
 mod fingerprint;
 mod header;
@@ -32,34 +34,34 @@ use crate::{Error, LanguageModel, ModelCacheConfig, Result, chat::Message, gguf:
 
 /// The key of the metadata.
 const KEY: &str = "kv_cache";
-/// The tensors that are not of a layer.
+/// The tensors that do not belong to a layer.
 const TOKENS: &str = "tokens";
 const CHECKSUMS: &str = "checksums";
-/// Bytes of the length that a safetensors file begins with.
+/// The bytes of the length at the start of a safetensors file.
 const LENGTH: usize = 8;
 
-/// The name of a part of a layer's cache.
+/// Returns the name of a part of a layer's cache.
 fn name(layer: usize, part: &str) -> String {
     format!("layers.{layer}.{part}")
 }
 
-/// The name of a part of a layer's cache at a checkpoint.
+/// Returns the name of a part of a layer's cache at a checkpoint.
 fn checkpoint_name(checkpoint: usize, layer: usize, part: &str) -> String {
     format!("checkpoints.{checkpoint}.{}", name(layer, part))
 }
 
-/// What a file says of a cache beside its content.
+/// Names and the conversation, saved with a cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SavedAs<'a> {
-    /// What messages call the model.
+    /// The name of the model in messages.
     pub model: &'a str,
-    /// What messages call the policy of the cache.
+    /// The name of the cache's policy in messages.
     pub cache: Option<&'a str>,
-    /// The conversation whose tokens the cache holds, if it is one.
+    /// The conversation whose tokens the cache holds; empty if there is none.
     pub talk: &'a [Message],
 }
 
-/// A cache in a file that has been found to be whole: see [`ModelCache::save`].
+/// A complete cache in a file, written by [`ModelCache::save`].
 #[derive(Debug)]
 pub struct SavedCache {
     path: PathBuf,
@@ -69,11 +71,11 @@ pub struct SavedCache {
 }
 
 impl SavedCache {
-    /// Opens a file and checks all of it.
+    /// Opens a file and checks its contents.
     ///
     /// # Errors
-    ///
-    /// A file that cannot be read, is no saved cache, is truncated, or was changed since it was written.
+    /// Fails for a file that cannot be read, is not a saved cache, is truncated, or has changed
+    /// since it was written.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if fs::metadata(path).is_ok_and(|found| found.len() == 0) {
@@ -84,37 +86,36 @@ impl SavedCache {
         Ok(Self { path: path.into(), map, header, tokens })
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the model that filled it was called.
+    /// Returns the name of the model that filled the cache.
     pub fn model(&self) -> &str {
         &self.header.model.name
     }
 
-    /// What the policy of the cache was called, if the file says it.
+    /// Returns the name of the cache's policy, if one was saved.
     pub fn cache(&self) -> Option<&str> {
         self.header.cache.as_deref()
     }
 
-    /// The conversation that was saved with it; empty if it is none.
+    /// Returns the conversation that was saved with the cache; empty if there is none.
     pub fn talk(&self) -> &[Message] {
         &self.header.talk
     }
 
-    /// The tokens of each sequence.
+    /// Returns the tokens of each sequence.
     pub fn tokens(&self) -> &[Vec<u32>] {
         &self.tokens
     }
 
-    /// Checks that a prompt begins with the tokens of a sequence and goes on after them. Returns how many tokens these
-    /// are.
+    /// Checks that a prompt begins with the tokens of a sequence and continues after them. Returns
+    /// their number.
     ///
     /// # Errors
-    ///
-    /// The first position at which they differ, or a prompt that ends before.
+    /// Fails with the first position that differs, and for a prompt that ends too early.
     pub fn check_prompt(&self, sequence: usize, prompt: &[u32]) -> Result<usize> {
         let batch = self.tokens.len();
         let saved = self.tokens.get(sequence).ok_or_else(|| {
@@ -129,19 +130,19 @@ impl SavedCache {
             return Err(wrong(rule));
         }
         if prompt.len() <= n {
-            let rule = format!("the prompt has {} and must go on after these", prompt.len());
+            let rule =
+                format!("the prompt has {} tokens and must continue after these", prompt.len());
             return Err(wrong(rule));
         }
         Ok(n)
     }
 
-    /// The cache, for `model` and with the capacity of `config`.
+    /// Restores the cache for `model`, with the capacity of `config`.
     ///
     /// # Errors
-    ///
-    /// [`Error::Config`] naming the first thing that is not as it was when the cache was saved (model, rotary encoding,
-    /// what a layer's cache stores), a capacity below the tokens that it holds, or a device that the cache does not
-    /// support. Nothing is changed.
+    /// Fails with [`Error::Config`] naming the first difference from the saved cache (model, rope,
+    /// a layer's cache), for a capacity below the saved tokens, and on a device that does not
+    /// support the cache.
     pub fn restore(
         &self,
         model: &LanguageModel,
@@ -174,12 +175,11 @@ impl SavedCache {
         Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
     }
 
-    /// The cache of one sequence with its tokens and checkpoints, for prompts to reuse what they
-    /// share with it.
+    /// Restores a cache of one sequence with its tokens and checkpoints. Later prompts reuse the
+    /// common prefix.
     ///
     /// # Errors
-    ///
-    /// Those of [`restore`](Self::restore), and a file of several sequences.
+    /// Fails as [`restore`](Self::restore) does, and for a file with several sequences.
     pub fn restore_prompt(
         &self,
         model: &LanguageModel,
@@ -225,7 +225,7 @@ impl SavedCache {
         Ok(PromptCache::of_saved(cache, tokens.clone(), checkpoints, taken))
     }
 
-    /// Checks that the cache is one of `model` and like `config`.
+    /// Checks that the cache was filled by `model` and has the formats of `config`.
     fn check(&self, model: &LanguageModel, config: &ModelCacheConfig) -> Result<()> {
         let wrong = |field: String, saved: String, rule: String| {
             Err(Error::config(&self.path, field, saved, rule))
@@ -244,11 +244,11 @@ impl SavedCache {
         for (i, (saved, asked)) in layers.iter().zip(&asked).enumerate() {
             if let Some((field, saved, asked)) = saved.difference(asked) {
                 let remedy = if field == "cache" { "; use the same --cache" } else { "" };
-                let rule = format!("{asked} is asked for{remedy}");
+                let rule = format!("{asked} is requested{remedy}");
                 return wrong(format!("layers.{i}.{field}"), saved, rule);
             }
         }
-        // After the caches: the rotation of one may be in the weights.
+        // This comes after the caches, because a Hadamard transform may be folded into the weights.
         if let Some((field, saved, rule)) = maker.other_weights(&own) {
             return wrong(field.into(), saved, rule);
         }
@@ -261,21 +261,21 @@ impl SavedCache {
         if *ropes != asked {
             let differs = |i: &usize| ropes.get(*i) != asked.get(*i);
             let i = (0..ropes.len().max(asked.len())).find(differs).unwrap_or(0);
-            let say = |rope: Option<&RopeMark>| {
+            let describe = |rope: Option<&RopeMark>| {
                 rope.map_or("none".into(), |rope| {
                     format!("{} of {} channels", rope.frequencies, rope.rotary_dim)
                 })
             };
             let rule = format!(
-                "this model with room for {capacity} tokens has {}: the saved keys have another rope",
-                say(asked.get(i))
+                "this model has {} at capacity {capacity}; the saved keys have another rope",
+                describe(asked.get(i))
             );
-            return wrong(format!("ropes.{i}"), say(ropes.get(i)), rule);
+            return wrong(format!("ropes.{i}"), describe(ropes.get(i)), rule);
         }
         Ok(())
     }
 
-    /// Tokens of the longest sequence.
+    /// Returns the length of the longest sequence.
     fn longest(&self) -> usize {
         self.header.lens.iter().copied().max().unwrap_or(0)
     }
@@ -295,7 +295,7 @@ impl SavedCache {
         }
         if !device.supports_dtype(data.dtype()) {
             let what = format!("floats of {:?} on {device:?}", data.dtype());
-            return Err(Error::unsupported(what, "the device does not have the type"));
+            return Err(Error::unsupported(what, "the device does not support the type"));
         }
         let dtype = data.dtype();
         Ok(Tensor::from_data(data, (device, dtype)))
@@ -326,7 +326,7 @@ fn malformed(path: &Path, why: impl ToString) -> Error {
     Error::Malformed { path: path.into(), format: "saved cache", why: why.to_string() }
 }
 
-/// Checks a file and reads everything but the tensors of layers.
+/// Checks a file and reads everything except the tensors of layers.
 fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     let wrong = |why: String| malformed(path, why);
     let (length, metadata) =
@@ -338,7 +338,7 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     let header: Header = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
     let Header { version, layers, lens, model, checkpoints, .. } = &header;
     if !(1..=VERSION).contains(version) {
-        return Err(wrong(format!("is of version {version}, 1 to {VERSION} are read")));
+        return Err(wrong(format!("has version {version}; versions 1 to {VERSION} are supported")));
     }
     let ascending = checkpoints.is_sorted_by(|a, b| a < b);
     let inside = checkpoints.iter().all(|len| lens.first().is_some_and(|n| (1..=*n).contains(len)));
@@ -360,7 +360,7 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     expected.sort_unstable();
     found.sort_unstable();
     if found != expected {
-        return Err(wrong(format!("its tensors are not those of {} layers", layers.len())));
+        return Err(wrong(format!("its tensors do not match {} layers", layers.len())));
     }
     for name in expected.iter().filter(|name| !name.ends_with(".floats")) {
         let of_words =
@@ -374,16 +374,16 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     let all = lens.iter().try_fold(0usize, |sum, len| sum.checked_add(*len));
     if lens.is_empty() || all != Some(tokens.len()) {
         let n = tokens.len();
-        return Err(wrong(format!("it has {n} tokens, and sequences of {lens:?}")));
+        return Err(wrong(format!("it has {n} tokens for sequences of {lens:?}")));
     }
     let longest = lens.iter().copied().max().unwrap_or(0).max(1);
     if let Some(layer) = layers.iter().find(|layer| layer.cache.capacity != longest) {
         let room = layer.cache.capacity;
-        return Err(wrong(format!("a layer has room for {room} tokens, and {longest} are saved")));
+        return Err(wrong(format!("a layer has capacity {room} for {longest} saved tokens")));
     }
     if let Some(token) = tokens.iter().find(|&&token| token as usize >= model.vocab_size) {
         let n = model.vocab_size;
-        return Err(wrong(format!("it has token {token}, the model's are below {n}")));
+        return Err(wrong(format!("it has token {token}; the model's vocabulary is {n}")));
     }
     let mut rest = &tokens[..];
     let sequence = |len: &usize| {
@@ -400,7 +400,7 @@ fn u32s(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(size_of::<u32>()).map(word).collect()
 }
 
-/// Checks the checksums of a file's header and tensors.
+/// Verifies the checksums of a file's header and tensors.
 fn check_sums(header: &[u8], tensors: &SafeTensors<'_>) -> Result<(), String> {
     let sums = tensors.tensor(CHECKSUMS).map_err(|error| error.to_string())?;
     let sums = u32s(sums.data());
@@ -410,12 +410,12 @@ fn check_sums(header: &[u8], tensors: &SafeTensors<'_>) -> Result<(), String> {
         return Err(format!("it has {} checksums for {} tensors", sums.len(), names.len()));
     }
     if crc32fast::hash(header) != sums[0] {
-        return Err("its header is not what was written".into());
+        return Err("its header has another checksum".into());
     }
     for (name, sum) in names.into_iter().zip(&sums[1..]) {
         let tensor = tensors.tensor(name).map_err(|error| error.to_string())?;
         if crc32fast::hash(tensor.data()) != *sum {
-            return Err(format!("tensor {name} is not what was written"));
+            return Err(format!("tensor {name} has another checksum"));
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Writing a cache to a file.
+//! Writes a cache to a file.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -9,7 +9,7 @@ use safetensors::Dtype;
 use super::{
     super::{
         ModelCache,
-        prompt::{Checkpoint, kept},
+        prompt::{Checkpoint, PromptCache, kept},
     },
     CHECKSUMS, KEY, SavedAs, TOKENS,
     header::{Header, Layer, Maker, RopeMark, VERSION},
@@ -21,16 +21,15 @@ use crate::{
 };
 
 impl ModelCache {
-    /// Writes the cache to a file, from which [`SavedCache`](super::SavedCache) goes on. `model` is the one that filled
-    /// it, `name` what messages call that, and `tokens` are those of each sequence.
+    /// Saves the cache; [`SavedCache`](super::SavedCache) resumes from the file. `model` filled the
+    /// cache, `name` is its name in messages, and `tokens` are the tokens of each sequence.
     ///
-    /// It has no more room than for the tokens that it holds, is written beside `path` and moved there when it is
-    /// complete.
+    /// The file has a capacity of the saved tokens. It is written beside `path` and moved there
+    /// when it is complete.
     ///
     /// # Errors
-    ///
-    /// Tokens of another number than those in the cache, a `model` with other layers, or what the system says: nothing
-    /// is left then, and what was at `path` is still there.
+    /// Fails for another number of tokens than in the cache, for a `model` with other layers, and
+    /// for system errors. A file that was at `path` is then unchanged.
     pub fn save(
         &self,
         path: impl AsRef<Path>,
@@ -42,8 +41,8 @@ impl ModelCache {
         self.write(path.as_ref(), model, &named, tokens, &[])
     }
 
-    /// [`save`](Self::save) with all that a file says of the cache.
-    pub(in crate::cache) fn write(
+    /// Runs [`save`](Self::save) with names, a conversation and checkpoints.
+    fn write(
         &self,
         path: &Path,
         model: &LanguageModel,
@@ -51,48 +50,14 @@ impl ModelCache {
         tokens: &[impl AsRef<[u32]>],
         checkpoints: &[Checkpoint],
     ) -> Result<()> {
-        let &SavedAs { model: name, cache, talk } = named;
         let given: Vec<usize> = tokens.iter().map(|tokens| tokens.as_ref().len()).collect();
         if given != self.lens() {
             let rule = format!("the sequences of the cache hold {:?}", self.lens());
             return Err(Error::argument("tokens", format!("{given:?}"), rule));
         }
-        let (spec, batch) = (model.spec(), self.batch());
-        let shapes = spec.layers.iter().map(|layer| layer.cache_shape(batch));
-        if !self.layers.iter().map(|layer| layer.layout().shape()).eq(shapes) {
-            let rule = "its layers are not those of the cache";
-            return Err(Error::argument("model", name, rule));
-        }
-        let n = self.len().max(1);
-        let caches = self.layers.iter().map(|layer| layer.layout().config().with_capacity(n));
-        let layers = spec.layers.iter().zip(caches);
-        let header = Header {
-            version: VERSION,
-            model: Maker::new(model, name)?,
-            layers: layers.map(|(layer, cache)| Layer::new(layer, cache)).collect(),
-            ropes: RopeMark::all(spec, self.room()),
-            lens: given,
-            cache: cache.map(Into::into),
-            talk: talk.to_vec(),
-            checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
-        };
-        // Its maps have strings as keys.
-        let header = serde_json::to_string(&header).unwrap_or_default();
-
+        let header = self.header(model, named, checkpoints)?;
         let tokens: Vec<u32> = tokens.iter().flat_map(|tokens| tokens.as_ref()).copied().collect();
-        let mut listed = vec![];
-        for (i, layer) in self.layers.iter().enumerate() {
-            let config = layer.layout().config().with_capacity(n);
-            let layout = CacheLayout::new(&config, layer.layout().shape())?;
-            let words = layout.sides().map(|side| side.words(layout.slices()));
-            let float = dtype_of(config.float.dtype());
-            listed.extend([
-                (super::name(i, "keys"), Dtype::U32, vec![words.keys]),
-                (super::name(i, "values"), Dtype::U32, vec![words.values]),
-                (super::name(i, "floats"), float, layout.float_shape().to_vec()),
-            ]);
-        }
-        listed.push((TOKENS.into(), Dtype::U32, vec![tokens.len()]));
+        let mut listed = self.listed(tokens.len())?;
         let n_whole = listed.len();
         let mut kept_data = vec![];
         for (i, checkpoint) in checkpoints.iter().enumerate() {
@@ -105,25 +70,10 @@ impl ModelCache {
             }
         }
 
-        // Of a link, what it points to is replaced.
+        // A link stays, and its target is replaced.
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-        if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "is no regular file");
-            return Err(failed(path)(error));
-        }
-        let mut file = TensorFile::new(&target, path).with_metadata(KEY, header);
-        let list = |(name, dtype, shape): &(String, Dtype, Vec<usize>)| {
-            file.add(name.clone(), *dtype, shape.clone())
-        };
-        let places: Vec<TensorId> = listed.iter().map(list).collect();
-        let of_sums = file.add(CHECKSUMS.into(), Dtype::U32, vec![listed.len() + 1]);
-        let mut file = file.begin()?;
-        let mut sums = BTreeMap::new();
-        let mut put = |i: usize, data: &TensorData| {
-            let bytes = data.as_bytes();
-            sums.insert(&*listed[i].0, crc32fast::hash(bytes));
-            file.write(places[i], 0, bytes)
-        };
+        let mut file = CheckedFile::create(&target, path, header, &listed)?;
+        let n = self.len().max(1);
         for (i, layer) in self.layers.iter().enumerate() {
             let CacheParts { keys, values, floats, .. } = layer.resized(n)?.into_parts();
             let parts = [keys.try_into_data(), values.try_into_data(), floats.try_into_data()];
@@ -131,25 +81,135 @@ impl ModelCache {
                 let data = data.map_err(|error| {
                     Error::argument("cache", error.to_string(), "must be readable")
                 })?;
-                put(3 * i + part, &data)?;
+                file.put(3 * i + part, &data)?;
             }
         }
-        put(n_whole - 1, &TensorData::new(tokens.clone(), [tokens.len()]))?;
+        file.put(n_whole - 1, &TensorData::new(tokens.clone(), [tokens.len()]))?;
         for (i, data) in kept_data.into_iter().enumerate() {
-            put(n_whole + i, data)?;
+            file.put(n_whole + i, data)?;
         }
-        let of_header = crc32fast::hash(file.header());
-        let sums: Vec<u32> = [of_header].into_iter().chain(sums.into_values()).collect();
-        let bytes: Vec<u8> = sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-        file.write(of_sums, 0, &bytes)?;
-        let file = file.finish()?;
+        file.finish(&target, path)
+    }
+
+    /// Returns the metadata of the file as JSON.
+    fn header(
+        &self,
+        model: &LanguageModel,
+        &SavedAs { model: name, cache, talk }: &SavedAs<'_>,
+        checkpoints: &[Checkpoint],
+    ) -> Result<String> {
+        let (spec, batch) = (model.spec(), self.batch());
+        let shapes = spec.layers.iter().map(|layer| layer.cache_shape(batch));
+        if !self.layers.iter().map(|layer| layer.layout().shape()).eq(shapes) {
+            let rule = "its layers differ from those of the cache";
+            return Err(Error::argument("model", name, rule));
+        }
+        let n = self.len().max(1);
+        let caches = self.layers.iter().map(|layer| layer.layout().config().with_capacity(n));
+        let layers = spec.layers.iter().zip(caches);
+        let header = Header {
+            version: VERSION,
+            model: Maker::new(model, name)?,
+            layers: layers.map(|(layer, cache)| Layer::new(layer, cache)).collect(),
+            ropes: RopeMark::all(spec, self.room()),
+            lens: self.lens().to_vec(),
+            cache: cache.map(Into::into),
+            talk: talk.to_vec(),
+            checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
+        };
+        // Serialization cannot fail, because all map keys are strings.
+        Ok(serde_json::to_string(&header).unwrap_or_default())
+    }
+
+    /// Lists the tensors of layers and tokens.
+    fn listed(&self, n_tokens: usize) -> Result<Vec<Listed>> {
+        let mut listed = vec![];
+        for (i, layer) in self.layers.iter().enumerate() {
+            let config = layer.layout().config().with_capacity(self.len().max(1));
+            let layout = CacheLayout::new(&config, layer.layout().shape())?;
+            let words = layout.sides().map(|side| side.words(layout.slices()));
+            let float = dtype_of(config.float.dtype());
+            listed.extend([
+                (super::name(i, "keys"), Dtype::U32, vec![words.keys]),
+                (super::name(i, "values"), Dtype::U32, vec![words.values]),
+                (super::name(i, "floats"), float, layout.float_shape().to_vec()),
+            ]);
+        }
+        listed.push((TOKENS.into(), Dtype::U32, vec![n_tokens]));
+        Ok(listed)
+    }
+}
+
+impl PromptCache {
+    /// Saves the cache and its checkpoints; [`SavedCache`](super::SavedCache) resumes from the
+    /// file.
+    ///
+    /// # Errors
+    /// Fails as [`ModelCache::save`] does.
+    pub fn save(
+        &self,
+        path: impl AsRef<Path>,
+        model: &LanguageModel,
+        named: &SavedAs<'_>,
+    ) -> Result<()> {
+        // A checkpoint at the end equals the cache.
+        let n = self.checkpoints.partition_point(|checkpoint| checkpoint.len < self.tokens.len());
+        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints[..n])
+    }
+}
+
+/// The name, type and shape of a tensor in the file.
+type Listed = (String, Dtype, Vec<usize>);
+
+/// A file whose last tensor has the checksums of the others.
+struct CheckedFile<'a> {
+    file: TensorFile<'a>,
+    listed: &'a [Listed],
+    places: Vec<TensorId>,
+    sums_place: TensorId,
+    /// The checksums by tensor name.
+    sums: BTreeMap<&'a str, u32>,
+}
+
+impl<'a> CheckedFile<'a> {
+    fn create(
+        target: &'a Path,
+        path: &'a Path,
+        header: String,
+        listed: &'a [Listed],
+    ) -> Result<Self> {
+        if fs::metadata(target).is_ok_and(|found| !found.is_file()) {
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file");
+            return Err(failed(path)(error));
+        }
+        let mut file = TensorFile::new(target, path).with_metadata(KEY, header);
+        let add = |(name, dtype, shape): &Listed| file.add(name.clone(), *dtype, shape.clone());
+        let places = listed.iter().map(add).collect();
+        let sums_place = file.add(CHECKSUMS.into(), Dtype::U32, vec![listed.len() + 1]);
+        Ok(Self { file: file.begin()?, listed, places, sums_place, sums: BTreeMap::new() })
+    }
+
+    /// Writes tensor `i` of the list.
+    fn put(&mut self, i: usize, data: &TensorData) -> Result<()> {
+        let bytes = data.as_bytes();
+        self.sums.insert(&*self.listed[i].0, crc32fast::hash(bytes));
+        self.file.write(self.places[i], 0, bytes)
+    }
+
+    /// Writes the checksums and moves the file to `target`.
+    fn finish(mut self, target: &Path, path: &Path) -> Result<()> {
+        let header_sum = crc32fast::hash(self.file.header());
+        let sums = [header_sum].into_iter().chain(self.sums.into_values());
+        let bytes: Vec<u8> = sums.flat_map(u32::to_le_bytes).collect();
+        self.file.write(self.sums_place, 0, &bytes)?;
+        let file = self.file.finish()?;
         file.as_file().sync_all().map_err(failed(path))?;
-        file.persist(&target).map_err(|error| failed(path)(error.error))?;
+        file.persist(target).map_err(|error| failed(path)(error.error))?;
         Ok(())
     }
 }
 
-/// The type of a cache's tensor as files name it.
+/// Returns the name of a type in safetensors files.
 fn dtype_of(dtype: DType) -> Dtype {
     match dtype {
         DType::F16 => Dtype::F16,

@@ -1,0 +1,78 @@
+//! [`FinalNorm`]: the norms that a decoder can have.
+
+use std::fmt::Debug;
+
+use burn::{
+    module::{Module, ModuleDisplay},
+    tensor::{Device, Tensor},
+};
+
+use crate::{
+    Result,
+    checkpoint::{Exports, Weights},
+    nn::{LayerNorm, Matrix, RmsNorm},
+};
+
+/// A norm over the channels of the residual stream. [`DecoderStack`](super::DecoderStack) applies
+/// one after the last layer.
+pub trait FinalNorm: Module + ModuleDisplay + Debug + Send + Sync + 'static {
+    /// Creates the norm over `width` channels with gains of 1.
+    fn new(width: usize, epsilon: f64, device: &Device) -> Self;
+
+    /// Takes the norm `name` over `width` channels out of a checkpoint.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self>;
+
+    /// Adds the norm to the tensors of a checkpoint.
+    fn export(&self, name: &str, exports: &mut Exports);
+
+    /// Normalizes hidden states, `[batch, seq, hidden]`.
+    fn normalize(&self, x: Tensor<3>) -> Tensor<3>;
+
+    /// Multiplies the normalized states with the rows of `head`, in one launch where possible.
+    fn project(&self, x: Tensor<3>, head: &Matrix) -> Tensor<3> {
+        head.project(self.normalize(x))
+    }
+}
+
+impl FinalNorm for RmsNorm {
+    fn new(width: usize, epsilon: f64, device: &Device) -> Self {
+        Self::new(width, epsilon, device)
+    }
+
+    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
+        weights.rms_norm(name, width, epsilon)
+    }
+
+    fn export(&self, name: &str, exports: &mut Exports) {
+        exports.rms_norm(name, self);
+    }
+
+    fn normalize(&self, x: Tensor<3>) -> Tensor<3> {
+        self.forward(x)
+    }
+
+    fn project(&self, x: Tensor<3>, head: &Matrix) -> Tensor<3> {
+        head.project_normed(x, self)
+    }
+}
+
+impl FinalNorm for LayerNorm {
+    fn new(width: usize, epsilon: f64, device: &Device) -> Self {
+        Self::new(width, epsilon, device)
+    }
+
+    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
+        weights.layer_norm(name, width, epsilon)
+    }
+
+    fn export(&self, name: &str, exports: &mut Exports) {
+        exports.layer_norm(name, self);
+    }
+
+    fn normalize(&self, x: Tensor<3>) -> Tensor<3> {
+        self.forward(x)
+    }
+}

@@ -1,0 +1,213 @@
+//! The parts of a layer by name: [`LayerSource`] builds them, [`LayerVisitor`] visits them.
+
+use burn::{module::Module, tensor::Device};
+
+use super::norm::FinalNorm;
+use crate::{
+    Error, Result, Role, Roles,
+    checkpoint::{Exports, Weights},
+    nn::{Linear, QkNorms, RmsNorm, init},
+};
+
+/// The source of a layer's parts: a checkpoint, or random numbers.
+#[derive(Debug)]
+pub struct LayerSource<'a> {
+    origin: Origin<'a>,
+    /// The start of the names of the layer's tensors.
+    pub(super) prefix: String,
+    epsilon: f64,
+    n_layers: usize,
+}
+
+#[derive(Debug)]
+enum Origin<'a> {
+    Checkpoint(&'a mut Weights),
+    Random(&'a Device),
+}
+
+impl<'a> LayerSource<'a> {
+    pub(super) fn checkpoint(weights: &'a mut Weights, prefix: String, epsilon: f64) -> Self {
+        Self { origin: Origin::Checkpoint(weights), prefix, epsilon, n_layers: 1 }
+    }
+
+    pub(super) fn random(device: &'a Device, epsilon: f64, n_layers: usize) -> Self {
+        Self { origin: Origin::Random(device), prefix: String::new(), epsilon, n_layers }
+    }
+
+    /// Returns the full name of a part of the layer.
+    pub fn name(&self, part: &str) -> String {
+        format!("{}{part}", self.prefix)
+    }
+
+    /// Returns whether the checkpoint has the weight of a module.
+    pub fn contains(&self, module: &str) -> bool {
+        match &self.origin {
+            Origin::Checkpoint(weights) => weights.contains(&(self.name(module) + ".weight")),
+            Origin::Random(_) => false,
+        }
+    }
+
+    /// Returns the checkpoint.
+    ///
+    /// # Errors
+    /// Fails for random numbers.
+    pub fn weights(&mut self) -> Result<&mut Weights> {
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => Ok(weights),
+            Origin::Random(_) => {
+                Err(Error::unsupported("random weights", "this family needs a checkpoint"))
+            }
+        }
+    }
+
+    /// Builds a projection of shape `[d_output, d_input]`. Random weights have variance
+    /// `1 / d_input`.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn linear(&mut self, name: &str, shape: [usize; 2], bias: bool) -> Result<Linear> {
+        self.fused(&[(name, shape[0])], shape[1], bias)
+    }
+
+    /// Builds a projection that writes to the residual stream. The variance of random weights is
+    /// divided by `2 n_layers`, as in GPT-2.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn residual(&mut self, name: &str, shape: [usize; 2], bias: bool) -> Result<Linear> {
+        let gain = 1.0 / (2.0 * self.n_layers as f64).sqrt();
+        self.with_gain(&[(name, shape[0])], shape[1], bias, gain)
+    }
+
+    /// Builds one projection of the rows of several modules, listed with their numbers of rows.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn fused(&mut self, parts: &[(&str, usize)], d_input: usize, bias: bool) -> Result<Linear> {
+        self.with_gain(parts, d_input, bias, 1.0)
+    }
+
+    fn with_gain(
+        &mut self,
+        parts: &[(&str, usize)],
+        d_input: usize,
+        bias: bool,
+        gain: f64,
+    ) -> Result<Linear> {
+        let named = named(&self.prefix, parts);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.linear(&named, d_input, bias),
+            Origin::Random(device) => {
+                let rows = parts.iter().map(|(_, rows)| rows).sum();
+                Ok(init::linear([rows, d_input], gain, bias, device))
+            }
+        }
+    }
+
+    /// Builds a projection with a bias that checkpoints store as `[d_input, d_output]`.
+    pub(crate) fn conv1d(&mut self, name: &str, d_input: usize, d_output: usize) -> Result<Linear> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.conv1d(&name, d_input, d_output),
+            Origin::Random(device) => Ok(init::linear([d_output, d_input], 1.0, true, device)),
+        }
+    }
+
+    /// Builds a norm over `width` channels.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn norm<N: FinalNorm>(&mut self, name: &str, width: usize) -> Result<N> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => N::import(&name, width, self.epsilon, weights),
+            Origin::Random(device) => Ok(N::new(width, self.epsilon, device)),
+        }
+    }
+
+    /// Builds a norm whose gains are stored less 1.
+    pub(crate) fn norm_plus_one(&mut self, name: &str, width: usize) -> Result<RmsNorm> {
+        let (name, epsilon) = (self.name(name), self.epsilon);
+        self.weights()?.rms_norm_plus_one(&name, width, epsilon)
+    }
+
+    /// Builds the norms of the heads of queries and keys.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn qk_norms(&mut self, [query, key]: [&str; 2], head_dim: usize) -> Result<QkNorms> {
+        Ok(QkNorms { query: self.norm(query, head_dim)?, key: self.norm(key, head_dim)? })
+    }
+}
+
+/// Visits the parts of a layer to collect their roles or to export their tensors.
+#[derive(Debug)]
+pub struct LayerVisitor<'a> {
+    target: Target<'a>,
+    prefix: String,
+}
+
+#[derive(Debug)]
+enum Target<'a> {
+    Roles(&'a mut Roles),
+    Exports(&'a mut Exports),
+}
+
+impl<'a> LayerVisitor<'a> {
+    pub(super) fn roles(roles: &'a mut Roles) -> Self {
+        Self { target: Target::Roles(roles), prefix: String::new() }
+    }
+
+    pub(super) fn exports(exports: &'a mut Exports, prefix: String) -> Self {
+        Self { target: Target::Exports(exports), prefix }
+    }
+
+    /// Visits a module. `export` adds its tensors; it gets the start of their names.
+    pub fn part<M: Module>(
+        &mut self,
+        role: Role,
+        module: &M,
+        export: impl FnOnce(&mut Exports, &str),
+    ) {
+        match &mut self.target {
+            Target::Roles(roles) => roles.add(role, module),
+            Target::Exports(exports) => export(exports, &self.prefix),
+        }
+    }
+
+    /// Visits a projection.
+    pub fn linear(&mut self, role: Role, name: &str, module: &Linear) {
+        self.fused(role, &[(name, module.weight.dims()[0])], module);
+    }
+
+    /// Visits a projection whose rows are exported as several modules, listed with their numbers
+    /// of rows.
+    pub fn fused(&mut self, role: Role, parts: &[(&str, usize)], module: &Linear) {
+        self.part(role, module, |exports, prefix| exports.linear(&named(prefix, parts), module));
+    }
+
+    /// Visits a projection that checkpoints store as `[d_input, d_output]`.
+    pub(crate) fn conv1d(&mut self, role: Role, name: &str, module: &Linear) {
+        self.part(role, module, |exports, prefix| {
+            exports.conv1d(&format!("{prefix}{name}"), module);
+        });
+    }
+
+    /// Visits a norm.
+    pub fn norm<N: FinalNorm>(&mut self, role: Role, name: &str, module: &N) {
+        let export = |exports: &mut Exports, prefix: &str| {
+            module.export(&format!("{prefix}{name}"), exports);
+        };
+        self.part(role, module, export);
+    }
+
+    /// Visits the norms of the heads of queries and keys.
+    pub fn qk_norms(&mut self, role: Role, [query, key]: [&str; 2], module: &QkNorms) {
+        self.norm(role, query, &module.query);
+        self.norm(role, key, &module.key);
+    }
+}
+
+fn named(prefix: &str, parts: &[(&str, usize)]) -> Vec<(String, usize)> {
+    parts.iter().map(|(name, rows)| (format!("{prefix}{name}"), *rows)).collect()
+}
