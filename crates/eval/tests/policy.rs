@@ -268,8 +268,11 @@ fn an_impossible_search_is_refused_in_one_line() {
     says(&["--bytes", "1M", "--format", "5"], &["--format", "must be one of 2, 3, 4, 8, int8"]);
     says(&["--bytes", "1M", "--name", "k4v4"], &["name = k4v4: is the name of the cache k4v4"]);
     says(&["--bytes", "1M", "--base", "k4v4-g64"], &["group_size 64"]);
-    says(&["--bytes", "1M", "--tokens", "1"], &["searched on", "at least two tokens"]);
-    says(&["--bytes", "1M", "--unseen-tokens", "0"], &["not seen", "at least two tokens"]);
+    says(&["--bytes", "1M", "--tokens", "1"], &["the searched part of", "at least two tokens"]);
+    says(
+        &["--bytes", "1M", "--unseen-tokens", "0"],
+        &["the unseen part of", "at least two tokens"],
+    );
     let context = ["search", "--model", AUSTEN, "--text", "x", "--bytes", "1M", "--out", "a.txt"];
     fails(&context, &["out a.txt: must end in .toml or .json"]);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");

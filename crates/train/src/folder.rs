@@ -9,6 +9,7 @@ use std::{
 };
 
 use kv_models::save::staged;
+use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Checkpoints, Error, History, Result, TrainConfig};
 
@@ -41,7 +42,7 @@ pub fn check_new(folder: &Path) -> Result<()> {
     Err(Error::Folder { path: folder.into(), why })
 }
 
-fn settings(folder: &Path) -> PathBuf {
+pub(crate) fn settings(folder: &Path) -> PathBuf {
     folder.join("train.json")
 }
 
@@ -114,20 +115,25 @@ impl FolderLock {
     }
 }
 
-/// Writes the first files of a run. The configuration comes last, since it marks the run as
-/// started.
-pub(crate) fn write_start(
-    folder: &Path,
-    files: &[(&str, Vec<u8>)],
-    config: &TrainConfig,
-) -> Result<()> {
-    let text =
-        serde_json::to_string_pretty(config).map_err(|error| Error::Stopped(error.to_string()))?;
-    let last = (settings(folder), (text + "\n").into_bytes());
-    let files = files.iter().map(|(name, bytes)| (folder.join(name), bytes.clone()));
-    files
-        .chain([last])
-        .try_for_each(|(path, bytes)| staged::write(&path, &bytes).map_err(Error::io(&path)))
+/// Writes files with these names and contents.
+pub(crate) fn write_files(folder: &Path, files: &[(&str, Vec<u8>)]) -> Result<()> {
+    files.iter().try_for_each(|(name, bytes)| {
+        let path = folder.join(name);
+        staged::write(&path, bytes).map_err(Error::io(&path))
+    })
+}
+
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value);
+    let text = text.map_err(|error| Error::Stopped(error.to_string()))? + "\n";
+    staged::write(path, text.as_bytes()).map_err(Error::io(path))
+}
+
+/// Reads a JSON file; one that is not valid is [`Error::Damaged`].
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    let text = fs::read_to_string(path).map_err(Error::io(path))?;
+    serde_json::from_str(&text)
+        .map_err(|error| Error::Damaged { path: path.into(), why: error.to_string() })
 }
 
 /// Checks that files of these sizes in bytes fit into `folder` together, by reserving the space and
@@ -173,8 +179,6 @@ impl TrainConfig {
     /// # Errors
     /// A file that is missing or not a configuration.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).map_err(Error::io(path))?;
-        serde_json::from_str(&text)
-            .map_err(|error| Error::Damaged { path: path.into(), why: error.to_string() })
+        read_json(path)
     }
 }

@@ -21,7 +21,7 @@ use crate::{
     checkpoint::{KeepLastAndBest, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
-    folder::{FolderLock, check_disk_space, check_new, resumed, write_start},
+    folder::{FolderLock, check_disk_space, check_new, resumed, settings, write_files, write_json},
     history::{LogLine, Recorder},
     metrics,
     optimize::{optimizer, schedule},
@@ -180,7 +180,9 @@ impl Run<'_> {
         let sizes = [weights, moments].repeat(if resumed.is_some() { 1 } else { 3 });
         check_disk_space(&self.folder, &[&sizes[..], &[in_f16]].concat())?;
         if new {
-            write_start(&self.folder, &self.files, config)?;
+            write_files(&self.folder, &self.files)?;
+            // This file is the last one, because it marks the run as started.
+            write_json(&settings(&self.folder), config)?;
         }
         Ok(lock)
     }

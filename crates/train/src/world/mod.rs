@@ -7,7 +7,7 @@ mod fit;
 mod history;
 
 use std::{
-    fs,
+    io::ErrorKind,
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicBool},
 };
@@ -19,7 +19,6 @@ use kv_models::{
     Roles,
     gamerft::{self, GameRft},
     kv_cubecl::{On, Target},
-    save::staged,
 };
 use kv_world::{Codec, Frame, Maze, Wanderer};
 
@@ -30,7 +29,7 @@ use self::{fit::TrainState, history::WorldRecorder};
 use crate::{
     Checkpoints, Error, LogLine, Result, Resume,
     checkpoint::PARTS,
-    folder::{FolderLock, check_disk_space, check_new},
+    folder::{FolderLock, check_disk_space, check_new, read_json, write_files, write_json},
     optimize::schedule,
     setup::{group, weights},
 };
@@ -79,25 +78,14 @@ impl core::fmt::Debug for WorldRun {
 /// # Errors
 /// A file that cannot be read or is not a configuration.
 pub fn world_config(folder: &Path) -> Result<Option<WorldConfig>> {
-    let path = settings(folder);
-    match fs::read_to_string(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io(path)(error)),
-        Ok(text) => serde_json::from_str(&text)
-            .map(Some)
-            .map_err(|error| Error::Damaged { path, why: error.to_string() }),
+    match read_json(&settings(folder)) {
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+        config => config.map(Some),
     }
 }
 
 fn settings(folder: &Path) -> PathBuf {
     folder.join("world-run.json")
-}
-
-fn write_settings(folder: &Path, config: &WorldConfig) -> Result<()> {
-    let text = serde_json::to_string_pretty(config);
-    let text = text.map_err(|error| Error::Stopped(error.to_string()))? + "\n";
-    let path = settings(folder);
-    staged::write(&path, text.as_bytes()).map_err(Error::io(&path))
 }
 
 /// Checks that the run in `folder` has this `config`; only the number of steps may differ.
@@ -159,7 +147,7 @@ pub fn train_world<T: Target>(
         _ => Codec::load(folder).map_err(kv_eval::Error::from)?,
     };
     // This file marks the run as started. For a resumed run it records the new number of steps.
-    write_settings(folder, config)?;
+    write_json(&settings(folder), config)?;
     checkpoints.delete_after(done)?;
     let recorder = WorldRecorder::new(folder, done, config, run.log, run.log_every)?;
     let mut state = TrainState {
@@ -219,10 +207,7 @@ fn begin(
     check_disk_space(folder, &[9 * bytes, bytes / 2])?;
     let codec = codec.map_or_else(|| fit_codec(config), Ok)?;
     codec.save(folder).map_err(kv_eval::Error::from)?;
-    for (name, bytes) in &run.files {
-        let path = folder.join(name);
-        staged::write(&path, bytes).map_err(Error::io(&path))?;
-    }
+    write_files(folder, &run.files)?;
     Ok(codec)
 }
 

@@ -149,7 +149,7 @@ impl Bench {
             Self::Prefill(args) => return args.bench.files(),
             Self::Llm(args) => return args.files(),
         };
-        files.writes("json", json.as_deref())
+        files.writes("json", json.path())
     }
 }
 
@@ -186,7 +186,7 @@ fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<(
     }
     let how = if recorded { "recorded" } else { "launched" };
     let shape = format!("{}, {tokens} at once, {how}", layer.describe());
-    let sinks = Sinks::open(layer.common.json.as_deref(), args.plot.as_deref())?;
+    let sinks = Sinks::open(&layer.common.json, args.plot.as_deref())?;
     let what = format!("decode attention of one layer on {}: {shape}", T::NAME);
     let copied = sinks.start(&device, &what)?;
     let mut table = Table::new([
@@ -228,7 +228,7 @@ fn flush<T: Target>(args: &LayerArgs, profile: &mut Profile) -> Result<()> {
             check_memory(plan.append_bytes(config, context)?, &device)?;
         }
     }
-    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let sinks = Sinks::open(&args.common.json, None)?;
     let what = format!("appending a token to one layer on {}: {}", T::NAME, args.describe());
     let copied = sinks.start(&device, &what)?;
     let mut table = Table::new([
@@ -266,7 +266,7 @@ fn codec<T: Target>(args: &CodecArgs, profile: &mut Profile) -> Result<()> {
     profile.device(&device)?;
     let CodecArgs { kv_heads, tokens, head_dim, group_size, .. } = *args;
     check_memory(codec_bytes([kv_heads, tokens, head_dim])?, &device)?;
-    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let sinks = Sinks::open(&args.common.json, None)?;
     let what =
         format!("f32 of {kv_heads} heads, {tokens} tokens, {head_dim} channels on {}", T::NAME);
     let copied = sinks.start(&device, &what)?;

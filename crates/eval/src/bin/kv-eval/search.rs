@@ -152,10 +152,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     };
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
-    let all = args
-        .tokens
-        .checked_add(args.unseen_tokens)
-        .context("tokens: too many; use fewer --tokens or --unseen-tokens")?;
+    let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: too many; use fewer")?;
     let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(all))?;
     let (seen, unseen) = ids.split_at(args.tokens.min(ids.len()));
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
@@ -170,8 +167,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         formats: args.formats.clone(),
         bytes: usize::try_from(args.bytes.0).unwrap_or(usize::MAX),
         name: args.name.clone(),
-        seen: text("the part that is searched on", seen)?,
-        unseen: text("the part that is not seen", unseen)?,
+        seen: text("the searched part", seen)?,
+        unseen: text("the unseen part", unseen)?,
     };
     let start = Instant::now();
     let Some(found) = searched(&device, &model, &plan, &interrupt)? else { exit_interrupted() };

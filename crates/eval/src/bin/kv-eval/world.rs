@@ -32,7 +32,7 @@ use crate::{
     arguments::{Named, configs, policies},
     built_in,
     common::check_memory,
-    json::write_json,
+    json::{JsonArgs, write_json},
 };
 
 #[derive(Debug, clap::Args)]
@@ -78,10 +78,8 @@ pub(crate) struct Args {
     /// Write psnr.svg, twin.svg and sheet.png into this folder.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Write all results to this file as JSON. With -, JSON goes to standard output and the table
-    /// to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
 }
 
 impl FromStr for Named<LayerCaches> {
@@ -109,7 +107,7 @@ const ZOOM: usize = 2;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let files = NamedFiles::default();
     let files = args.model.iter().fold(files, |files, model| files.reads_model("model", model));
-    policies(files, &args.caches).writes("json", args.json.as_deref()).check()?;
+    policies(files, &args.caches).writes("json", args.json.path()).check()?;
     exit_on_interrupt()?;
     dispatch!(args.backend, Plain, play(args))
 }
@@ -170,11 +168,10 @@ impl Args {
 
 fn play<T: Target>(args: &Args) -> Result<()> {
     let (frames, seeds) = args.games()?;
-    let screen = Screen::beside([args.json.as_deref()]);
     if let Some(folder) = &args.out {
         open_folder("out", folder)?;
     }
-    let json = args.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
+    let (screen, json) = args.json.open()?;
     let device = On::<T>::open()?;
     let load = |path: &Path| Ok(World::load(path, &device)?);
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;

@@ -120,25 +120,18 @@ impl Sizes {
     }
     /// Computes the sizes of a model with random weights, as f64 to avoid overflow.
     fn of_random(model: &Architecture) -> Self {
-        let [vocab, hidden, intermediate, layers, heads, kv_heads, head_dim] = [
-            model.vocab,
-            model.hidden,
-            model.intermediate,
-            model.layers,
-            model.heads,
-            model.kv_heads,
-            model.head_dim,
-        ]
-        .map(|n| n as f64);
+        let [vocab, hidden, layers] = [model.vocab, model.hidden, model.layers].map(|n| n as f64);
+        let [heads, kv_heads] = [model.heads, model.kv_heads].map(|n| n as f64);
+        let (head_dim, widest) = (model.head_dim as f64, model.intermediate as f64);
         let (query_rows, qkv_rows) = (heads * head_dim, (heads + 2.0 * kv_heads) * head_dim);
-        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * intermediate);
+        let of_layer = hidden * (qkv_rows + query_rows + 3.0 * widest);
         Self {
             weights: 4.0 * (vocab * hidden + layers * of_layer),
             vocabulary: vocab * hidden,
             hidden,
             layers,
             qkv_rows: layers * qkv_rows,
-            widest: intermediate,
+            widest,
         }
     }
 }

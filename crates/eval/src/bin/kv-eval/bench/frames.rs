@@ -56,7 +56,7 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
     };
     let caches = layer_caches(&args.caches);
     check_memory(plan.bytes(&caches)?, &device)?;
-    let sinks = Sinks::open(args.common.json.as_deref(), None)?;
+    let sinks = Sinks::open(&args.common.json, None)?;
     let what = format!(
         "a frame over a ring of {} of {tokens_per_frame} tokens, one layer on {}: \
              batch {batch}, {heads} heads of \

@@ -1,7 +1,5 @@
 //! `kv-eval bench llm`: prompts and generated tokens by depth.
 
-use std::path::PathBuf;
-
 use anyhow::Result;
 use indicatif::ProgressBar;
 use kv_cli::NamedFiles;
@@ -13,6 +11,7 @@ use super::output::Sinks;
 use crate::{
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, StepArgs, note_policies},
+    json::JsonArgs,
     loading::MemoryRequest,
     profile::Profile,
     source,
@@ -41,10 +40,8 @@ pub(crate) struct LlmArgs {
     repetitions: usize,
     #[command(flatten)]
     steps: StepArgs,
-    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
-    /// to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
 }
 
 impl LlmArgs {
@@ -59,14 +56,14 @@ impl LlmArgs {
     pub(super) fn files(&self) -> NamedFiles<'_> {
         policies(NamedFiles::default(), &self.caches)
             .reads_model("model", self.on.source.given())
-            .writes("json", self.json.as_deref())
+            .writes("json", self.json.path())
     }
 }
 
 pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(args.json.as_deref(), None)?;
+    let sinks = Sinks::open(&args.json, None)?;
     let (model, name) = source::load_model(&args.on, args.request(), &device)?;
     let caches = configs(&args.caches);
     note_policies(&caches, model.spec());

@@ -16,6 +16,7 @@ use crate::{
     ALLOCATOR,
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, note_policies},
+    json::JsonArgs,
     loading::MemoryRequest,
     profile::Profile,
     source,
@@ -36,10 +37,8 @@ pub(crate) struct ModelBench {
     /// limit].
     #[arg(long, value_delimiter = ',')]
     contexts: Option<Vec<usize>>,
-    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
-    /// to standard error.
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonArgs,
     /// Write a chart of tokens per second by context length to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -79,7 +78,7 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let DecodeArgs { bench: args, samples, batch, recorded } = args;
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let sinks = Sinks::open(&args.json, args.plot.as_deref())?;
     let (model, name) =
         args.load(batch.iter().copied().max().unwrap_or(1), timed_steps(*samples), &device)?;
     profile.model(&model, &name);
@@ -155,7 +154,7 @@ pub(super) fn prefill<T: Target>(
 ) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(args.json.as_deref(), args.plot.as_deref())?;
+    let sinks = Sinks::open(&args.json, args.plot.as_deref())?;
     let (model, name) = args.load(1, 0, &device)?;
     profile.model(&model, &name);
     let contexts = args.contexts(&model, 0);
@@ -190,7 +189,7 @@ impl ModelBench {
     pub(super) fn files(&self) -> NamedFiles<'_> {
         policies(NamedFiles::default(), &self.caches)
             .reads_model("model", self.on.source.given())
-            .writes("json", self.json.as_deref())
+            .writes("json", self.json.path())
             .writes("plot", self.plot.as_deref())
     }
 

@@ -1,6 +1,6 @@
 //! Arguments and outputs shared by all benchmarks.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Result;
 use kv_cli::{Backend, OutFile, Screen};
@@ -12,7 +12,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::json::write_json;
+use crate::json::{JsonArgs, write_json};
 
 /// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]
@@ -23,10 +23,8 @@ pub(super) struct Common {
     /// Number of samples; the median is reported.
     #[arg(long, default_value_t = 21)]
     pub(super) samples: usize,
-    /// Write the results to this file as JSON. With -, JSON goes to standard output and the table
-    /// to standard error.
-    #[arg(long, value_name = "FILE")]
-    pub(super) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) json: JsonArgs,
 }
 
 #[derive(Serialize)]
@@ -57,10 +55,10 @@ pub(super) struct Sinks {
 
 impl Sinks {
     /// Opens the outputs, so a file that cannot be written is reported before the measurement.
-    pub(super) fn open(json: Option<&Path>, plot: Option<&Path>) -> Result<Self> {
-        let screen = Screen::beside([json, plot]);
-        let open = |name, path: Option<&Path>| path.map(|path| OutFile::open(name, path));
-        let (json, plot) = (open("json", json).transpose()?, open("plot", plot).transpose()?);
+    pub(super) fn open(json: &JsonArgs, plot: Option<&Path>) -> Result<Self> {
+        let screen = Screen::beside([json.path(), plot]);
+        let (_, json) = json.open()?;
+        let plot = plot.map(|path| OutFile::open("plot", path)).transpose()?;
         Ok(Self { screen, json, plot })
     }
 
