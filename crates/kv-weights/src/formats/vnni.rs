@@ -51,14 +51,12 @@ pub(crate) struct Group<const N: usize> {
 }
 
 impl Group<1> {
-    /// Creates a group without minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled(codes: [__m512i; 2], scales: __m128) -> Self {
         Self::scaled_from(codes, scales, _mm_setzero_ps())
     }
 
-    /// Creates a group with minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled_from(codes: [__m512i; 2], scales: __m128, mins: __m128) -> Self {
@@ -67,7 +65,6 @@ impl Group<1> {
     }
 }
 
-/// Returns the four lanes of a half.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {

@@ -54,9 +54,7 @@ pub(crate) struct ProductBlueprint {
     pub(crate) unit_rows: usize,
     /// Rows of activations per cube, a power of two.
     pub(crate) x_rows: usize,
-    /// Number of matrices.
     pub(crate) parts: usize,
-    /// Applied to the first half of the rows.
     pub(crate) gate: Option<Gate>,
     /// True if activations are normalized.
     pub(crate) norm: bool,
@@ -87,7 +85,6 @@ impl ProductBlueprint {
         if self.plane > 1 || self.lanes == 1 { 1 } else { self.units * self.sums() }
     }
 
-    /// Returns the number of teams in a cube.
     pub(super) const fn teams(&self) -> usize {
         self.units / self.lanes
     }

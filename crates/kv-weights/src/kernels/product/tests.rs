@@ -19,7 +19,6 @@ struct Extras {
     residual: bool,
 }
 
-/// Returns a buffer if `there`.
 fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
     there: bool,
 ) -> ComptimeOptionCompilationArg<T> {

@@ -32,7 +32,6 @@ impl Rng {
     }
 }
 
-/// Random blocks of a matrix.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
     pub(crate) format: WeightFormat,
@@ -89,7 +88,6 @@ impl Blocks {
     }
 }
 
-/// Creates a matrix of the blocks on a device.
 pub(crate) fn device_blocks(blocks: &Blocks, device: &Device) -> PackedMatrix {
     let bytes = Bytes::from_bytes_vec(blocks.bytes.clone());
     PackedMatrix::from_bytes(bytes, blocks.format, blocks.shape, device).unwrap()

@@ -45,7 +45,6 @@ pub(super) struct Group<const D: usize> {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct OfBlocks {
-    /// Steps.
     pub(super) steps: [f32; 4],
     /// Sums of the rounded activations.
     pub(super) sums: [f32; 4],
@@ -64,7 +63,6 @@ impl OfBlocks {
         }
     }
 
-    /// Loads the whole cache line.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn line(&self) -> __m512i {
@@ -127,7 +125,6 @@ fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     }
 }
 
-/// Rounds 32 activations.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn round<F: Blocks, const D: usize>(x: &[f32; BLOCK]) -> Block<D> {

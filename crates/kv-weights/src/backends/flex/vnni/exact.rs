@@ -10,7 +10,6 @@ const LANES: usize = 16;
 /// Numbers that share a minimum and one or two scales.
 const BLOCK: usize = 32;
 
-/// 128 activations.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Floats([[f32; LANES]; GROUP / LANES]);
@@ -65,7 +64,6 @@ impl Multiplied for Floats {
     }
 }
 
-/// Returns the lanes of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn eight(vector: __m256) -> [f32; 8] {
@@ -75,7 +73,6 @@ fn eight(vector: __m256) -> [f32; 8] {
     lanes
 }
 
-/// Returns the quarters of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn quarters(vector: __m512i) -> [__m128i; 4] {

@@ -156,7 +156,6 @@ fn project_gated<F: Groups, const D: usize>(
     out
 }
 
-/// A reusable panel.
 struct Panel<'a> {
     layout: &'a PackedLayout,
     columns: Vec<Columns>,
@@ -168,7 +167,6 @@ impl<'a> Panel<'a> {
         Self { layout, columns }
     }
 
-    /// Returns the number of panels in `blocks`.
     fn count(&self, blocks: &[u8]) -> usize {
         blocks.len().div_ceil(PANEL * self.layout.row_bytes())
     }
