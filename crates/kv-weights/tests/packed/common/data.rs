@@ -98,3 +98,12 @@ pub(crate) fn matrix(x: &[f32], columns: usize, device: &Device) -> Tensor<3> {
     let shape = [1, x.len() / columns, columns];
     Tensor::from_data(TensorData::new(x.to_vec(), shape), device)
 }
+
+/// Returns the numbers of a tensor.
+pub(crate) fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.into_data().try_into_vec().unwrap()
+}
+
+pub(crate) fn magnitudes(x: &[f32]) -> Vec<f32> {
+    x.iter().map(|x| x.abs()).collect()
+}

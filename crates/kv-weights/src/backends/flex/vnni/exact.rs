@@ -28,9 +28,7 @@ pub(super) fn groups(x: &[f32], columns: usize) -> Vec<Floats> {
 impl Multiplied for Floats {
     const WORK: usize = 3;
 
-    /// Weights are restored, with rounding, before they are multiplied. The alternative, to
-    /// multiply the sum of activations by the minimum, has an error relative to both parts, which
-    /// is large where they cancel.
+    /// Rounds weights before multiplying, for the reason given in `few.rs`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn add<F: Groups, const C: usize>(
