@@ -156,8 +156,7 @@ fn range(x: &[f32]) -> Option<(f32, f32)> {
 /// Appends a block of [`WeightFormat::Mxfp4`].
 ///
 /// As the authors of the format propose, the power of two is that of the largest number, divided by
-/// 4, the power of two of the largest code. With [`Range::LeastError`], its neighbors are tried
-/// too.
+/// 4, the largest power of two among the codes. [`Range::LeastError`] also tries its neighbors.
 fn mxfp4(x: &[f32], options: Quantize, blocks: &mut Vec<u8>) -> Option<()> {
     const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let (least, largest) = range(x)?;

@@ -93,7 +93,6 @@ pub(crate) fn gate<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> 
     B::float_mul(opened::<B>(half(0), gate), half(width / 2))
 }
 
-/// Applies the nonlinearity of a gate.
 fn opened<B: Backend>(x: FloatTensor<B>, gate: Gate) -> FloatTensor<B> {
     let z = match gate {
         Gate::Silu => x.clone(),

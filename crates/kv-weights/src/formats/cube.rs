@@ -84,7 +84,6 @@ pub(crate) fn code<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) ->
     F::code(word, comptime!(index % F::PER_WORD))
 }
 
-/// Returns number `index` of an unpacked span.
 #[cube]
 pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) -> f32 {
     let mut number = code::<F>(span, index);
@@ -101,7 +100,6 @@ pub(crate) fn number<F: BlocksInKernels>(span: &Span, #[comptime] index: usize) 
     number
 }
 
-/// Returns byte `index` of a word.
 #[cube]
 pub(super) fn byte(word: u32, #[comptime] index: usize) -> u32 {
     (word >> comptime!(8 * index as u32)) & 0xffu32

@@ -40,8 +40,8 @@ pub(crate) trait Groups: Blocks {
 /// One or two times 128 numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Group<const N: usize> {
-    /// For each 128, the codes of the first halves of all four times 32 numbers, then those of the
-    /// second halves.
+    /// For each 128, the codes of the first halves of all four times 32 numbers, then the second
+    /// halves.
     pub(crate) codes: [[__m512i; 2]; N],
     /// Scales of the first halves of each 32 numbers and of the second halves, which are equal if
     /// 32 numbers share a scale. Lanes without numbers are 0.
@@ -51,14 +51,12 @@ pub(crate) struct Group<const N: usize> {
 }
 
 impl Group<1> {
-    /// Creates a group without minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled(codes: [__m512i; 2], scales: __m128) -> Self {
         Self::scaled_from(codes, scales, _mm_setzero_ps())
     }
 
-    /// Creates a group with minima.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn scaled_from(codes: [__m512i; 2], scales: __m128, mins: __m128) -> Self {
@@ -67,7 +65,6 @@ impl Group<1> {
     }
 }
 
-/// Returns the four lanes of a half.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) fn half_of(eight: __m256, half: usize) -> __m128 {
@@ -112,7 +109,7 @@ pub(super) unsafe fn four_at(from: impl Fn(usize) -> *const u8) -> __m512i {
 pub(super) unsafe fn four_halves(from: *const u8, stride: usize) -> __m128 {
     // SAFETY: as the caller says.
     let half = |i: usize| unsafe { u64::from(from.add(i * stride).cast::<u16>().read_unaligned()) };
-    // Combined in pairs, which is a shorter dependency chain than one after the other.
+    // Combined in pairs, which shortens the dependency chain.
     let four = half(0) | half(1) << 16 | (half(2) | half(3) << 16) << 32;
     _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }

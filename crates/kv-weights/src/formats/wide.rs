@@ -9,21 +9,18 @@ use super::unpack::Wide;
 
 /// A format of 16-bit floats as vector kernels read it.
 pub(crate) trait Vectors: Wide {
-    /// Widens four numbers.
     ///
     /// # Safety
     /// The processor has NEON.
     #[cfg(target_arch = "aarch64")]
     unsafe fn four(bits: &[u16; 4]) -> float32x4_t;
 
-    /// Widens eight numbers.
     ///
     /// # Safety
     /// The processor has AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     unsafe fn eight(bits: &[u16; 8]) -> __m256;
 
-    /// Widens sixteen numbers.
     ///
     /// # Safety
     /// The processor has AVX-512.

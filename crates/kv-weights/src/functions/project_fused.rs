@@ -190,7 +190,6 @@ fn check_shapes(fused: &Fused, x: [usize; 3], rows: usize, outputs: usize) -> Re
     Ok(())
 }
 
-/// Returns shape and type.
 fn shape_and_dtype<const D: usize>(tensor: &Tensor<D>) -> (Vec<usize>, DType) {
     (tensor.dims().to_vec(), tensor.dtype())
 }

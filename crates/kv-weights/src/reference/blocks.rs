@@ -61,7 +61,6 @@ fn number(format: WeightFormat, block: &[u8], i: usize) -> f32 {
     }
 }
 
-/// Returns the 16 bits of number `i`.
 fn short(block: &[u8], i: usize) -> u16 {
     u16::from_le_bytes([block[2 * i], block[2 * i + 1]])
 }
@@ -90,7 +89,6 @@ fn signed(code: u8, zero: i16) -> f32 {
     f32::from(i16::from(code) - zero)
 }
 
-/// Returns the zero code of a group.
 fn zero(group: &[u8]) -> i16 {
     i16::from_le_bytes([group[2], group[3]])
 }

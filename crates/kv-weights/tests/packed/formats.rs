@@ -9,7 +9,7 @@ use candle_core::{
 };
 use kv_weights::{Activations, PackedLayout, WeightFormat, lookup, project, reference};
 
-use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+use crate::common::{Blocks, Rng, device_blocks, host, magnitudes, matrix, stamp};
 
 stamp!(
     fixtures_are_restored_bit_for_bit,
@@ -71,9 +71,9 @@ fn every_16_bit_float_widens_exactly(device: &Device) {
         };
         same("by definition", &reference::restore(format, &bytes));
         let packed = device_blocks(&Blocks { format, shape: [512, 128], bytes }, device);
-        same("restored", &packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap());
+        same("restored", &host(packed.restore().unwrap()));
         let ids = Tensor::<1, Int>::arange(0..512, device).unsqueeze();
-        let found = lookup(ids, &packed).unwrap().into_data().try_into_vec::<f32>().unwrap();
+        let found = host(lookup(ids, &packed).unwrap());
         same("looked up", &found);
     }
 }
@@ -123,9 +123,8 @@ fn numbers_and_products_match_candle(device: &Device) {
         let x_theirs = candle_core::Tensor::from_vec(x.clone(), (n, columns), &cpu).unwrap();
         let theirs = QMatMul::from_qtensor(theirs).unwrap().forward(&x_theirs).unwrap();
         let theirs = theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
         let sums = reference::project(&magnitudes(&x), &magnitudes(&blocks.restored()), columns);
-        let ours = ours.into_data().try_into_vec::<f32>().unwrap();
+        let ours = host(ours);
         for ((ours, theirs), sum) in ours.iter().zip(&theirs).zip(sums) {
             // Both round activations, but to different steps.
             let error = f64::from((ours - theirs).abs());

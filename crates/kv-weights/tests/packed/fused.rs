@@ -5,7 +5,7 @@ use kv_weights::{
     Activations, Fused, Gate, Norm, PackedMatrix, WeightFormat, gated, project_fused,
 };
 
-use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+use crate::common::{Blocks, Rng, device_blocks, host, matrix, stamp};
 
 stamp!(
     parts_are_joined_with_bias_and_residual,
@@ -52,7 +52,7 @@ fn products(x: &[f64], parts: &[&Blocks]) -> Vec<[f64; 2]> {
 /// Asserts that numbers are within `1e-5` of their sizes from the expected ones.
 #[track_caller]
 fn close(name: &str, got: Tensor<3>, expected: &[[f64; 2]]) {
-    let got = got.into_data().try_into_vec::<f32>().unwrap();
+    let got = host(got);
     assert_eq!(got.len(), expected.len(), "{name}");
     for (i, (got, [expected, size])) in got.iter().zip(expected).enumerate() {
         let error = (f64::from(*got) - expected).abs();
@@ -165,7 +165,7 @@ fn gates_alone_match_f64(device: &Device) {
         for gate in [Gate::Silu, Gate::GeluTanh] {
             let y = gated(matrix(&x, 2 * n, device), gate).unwrap();
             assert_eq!(y.dims(), [1, rows, n]);
-            for (i, got) in y.into_data().try_into_vec::<f32>().unwrap().into_iter().enumerate() {
+            for (i, got) in host(y).into_iter().enumerate() {
                 let at = i / n * 2 * n + i % n;
                 let (a, b) = (f64::from(x[at]), f64::from(x[at + n]));
                 let inner = 0.797_884_560_802_865_4 * (a + 0.044715 * a.powi(3));
@@ -195,8 +195,7 @@ fn gates_far_below_zero_return_zero(device: &Device) {
         let rows = pairs.chunks(n).map(|pairs| [0, 1].map(|i| pairs.iter().map(move |p| p[i])));
         let x: Vec<f32> = rows.flat_map(|[gates, ups]| gates.chain(ups)).collect();
         for gate in [Gate::Silu, Gate::GeluTanh] {
-            let y = gated(matrix(&x, 2 * n, device), gate).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = host(gated(matrix(&x, 2 * n, device), gate).unwrap());
             for (y, pair) in y.into_iter().zip(&pairs) {
                 assert_eq!(y, 0.0, "{gate:?} {pair:?}");
             }
@@ -205,8 +204,7 @@ fn gates_far_below_zero_return_zero(device: &Device) {
     // Gates far above 0 are open.
     for gate in [Gate::Silu, Gate::GeluTanh] {
         let x = [1e3, 1e19, 1e38, f32::MAX, 1.0, 2.0, -1.0, 1.0];
-        let y = gated(matrix(&x, 8, device), gate).unwrap();
-        let y = y.into_data().try_into_vec::<f32>().unwrap();
+        let y = host(gated(matrix(&x, 8, device), gate).unwrap());
         assert_eq!(y, [1e3, 2e19, -1e38, f32::MAX], "{gate:?}");
     }
 }
@@ -234,15 +232,13 @@ fn fused_gates_far_below_zero_return_zero(device: &Device) {
             let rows: Vec<f32> = rows.collect();
             let fused = Fused::default().with_gate(gate);
             let y = matrix(&rows, 32, device);
-            let y = project_fused(y, &[&packed], Activations::Exact, fused).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = host(project_fused(y, &[&packed], Activations::Exact, fused).unwrap());
             assert!(y.iter().all(|y| *y == 0.0), "{gate:?} by {n}: {y:?}");
         }
     }
 }
 
 fn gates_keep_nan_and_accept_views(device: &Device) {
-    let host = |y: Tensor<3>| y.into_data().try_into_vec::<f32>().unwrap();
     let x = matrix(&[f32::NAN, f32::INFINITY, 1.0, 1.0], 4, device);
     let y = host(gated(x.clone(), Gate::Silu).unwrap());
     assert!(y[0].is_nan() && y[1] == f32::INFINITY, "{y:?}");
@@ -278,22 +274,19 @@ fn views_match_copies(device: &Device) {
     let residual = wide(&mut rng, 9, 6).swap_dims(1, 2).narrow(1, 2, 4);
     let gains: Tensor<1> = wide(&mut rng, 1, 70).reshape([70]).narrow(0, 5, 64);
     let bias: Tensor<1> = wide(&mut rng, 9, 2).narrow(2, 1, 1).reshape([9]);
-    let host = |x: Tensor<3>| {
+    let copy = |x: Tensor<3>| {
         let shape = x.dims();
-        Tensor::<3>::from_data(
-            TensorData::new(x.into_data().try_into_vec::<f32>().unwrap(), shape),
-            device,
-        )
+        Tensor::<3>::from_data(TensorData::new(host(x), shape), device)
     };
     let product = |x, gains, bias, residual| {
         let fused = Fused::default().with_norm(Norm::new(gains, 1e-5)).with_bias(bias);
         let fused = fused.with_residual(residual);
         let y = project_fused(x, &[&packed], Activations::Exact, fused).unwrap();
-        y.into_data().try_into_vec::<f32>().unwrap()
+        host(y)
     };
-    let whole = |x: Tensor<1>| host(x.clone().reshape([1, 1, x.dims()[0]])).flatten::<1>(0, 2);
+    let whole = |x: Tensor<1>| copy(x.clone().reshape([1, 1, x.dims()[0]])).flatten::<1>(0, 2);
     let expected =
-        product(host(x.clone()), whole(gains.clone()), whole(bias.clone()), host(residual.clone()));
+        product(copy(x.clone()), whole(gains.clone()), whole(bias.clone()), copy(residual.clone()));
     assert_eq!(product(x, gains, bias, residual), expected);
 }
 

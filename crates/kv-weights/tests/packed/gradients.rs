@@ -5,7 +5,7 @@ use kv_weights::{
     Activations, Fused, Gate, Norm, WeightFormat, back_project, project, project_fused,
 };
 
-use crate::common::{Blocks, Rng, device_blocks, matrix, stamp_autodiff};
+use crate::common::{Blocks, Rng, device_blocks, host, matrix, stamp_autodiff};
 
 stamp_autodiff!(gradients_match_restored_weights, gradients_pass_fused_operations);
 
@@ -57,7 +57,7 @@ fn gradients_pass_fused_operations(device: &Device) {
         let (x, gains) = (matrix(&x, columns, device).require_grad(), gains.clone().require_grad());
         let grads = f(x.clone(), gains.clone()).powf_scalar(2.0).sum().backward();
         let [x, gains] = [x.grad(&grads).unwrap().flatten::<1>(0, 2), gains.grad(&grads).unwrap()];
-        [x, gains].map(|grad| grad.into_data().try_into_vec::<f32>().unwrap())
+        [x, gains].map(host)
     };
     let fused = grads(&|x, gains| {
         let fused = Fused::default().with_norm(Norm::new(gains, 1e-5)).with_gate(Gate::Silu);

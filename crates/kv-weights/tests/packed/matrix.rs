@@ -9,7 +9,7 @@ use kv_weights::{
     reference,
 };
 
-use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+use crate::common::{Blocks, Rng, device_blocks, host, magnitudes, matrix, stamp};
 
 stamp!(
     bad_input_is_rejected,
@@ -86,7 +86,7 @@ fn blocks_of_a_file_are_not_copied(device: &Device) {
     let odd = Blocks::random(&mut Rng::new(701), WeightFormat::Q4_0, [3, 32]);
     let packed = device_blocks(&odd, device);
     assert_eq!(packed.words().dims(), [14]);
-    let restored = packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+    let restored = host(packed.restore().unwrap());
     assert_eq!(restored, odd.restored());
 }
 
@@ -111,7 +111,6 @@ fn matrices_beyond_a_buffer_are_split(device: &Device) {
         assert!(parts.iter().all(|part| 4 * part.layout().words() as u64 <= most), "{name}");
         let parts: Vec<_> = parts.iter().collect();
         let whole = device_blocks(&blocks, device);
-        let host = |x: Tensor<3>| x.into_data().try_into_vec::<f32>().unwrap();
 
         let ids = (0..3 * rows as i64).map(|i| i * 7 % (rows as i64 + 2)).collect::<Vec<_>>();
         let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [3, rows]), device);
@@ -126,7 +125,6 @@ fn matrices_beyond_a_buffer_are_split(device: &Device) {
                 let fused = Fused::default();
                 host(project_fused(x.clone(), parts, Activations::Exact, fused).unwrap())
             };
-            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let restored = magnitudes(&blocks.restored());
             let sums = reference::project(&magnitudes(&numbers), &restored, columns);
             let both = project(&parts).into_iter().zip(project(&[&whole]));
@@ -164,12 +162,12 @@ fn a_module_keeps_its_blocks(device: &Device) {
     assert!(list_param_ids(&layer).is_empty());
     assert_eq!(layer.devices(), std::slice::from_ref(device));
     let layer = layer.clone().fork(device).to_device(device).no_grad().valid();
-    let restored = layer.weight.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+    let restored = host(layer.weight.restore().unwrap());
     assert_eq!(restored, blocks.restored());
     assert!(format!("{layer}").contains("[5, 256] q4_k"), "{layer}");
     // Numbers past the end select the last row.
     let ids = Tensor::<2, Int>::from_data([[4, 99]], device);
-    let rows = lookup(ids, &layer.weight).unwrap().into_data().try_into_vec::<f32>().unwrap();
+    let rows = host(lookup(ids, &layer.weight).unwrap());
     assert_eq!(rows[..256], rows[256..]);
 }
 
@@ -181,8 +179,7 @@ fn nan_reaches_all_products_of_its_row(device: &Device) {
         let mut x = Rng::new(901).normals(n * 160);
         x[35] = f32::NAN;
         for activations in [Activations::Exact, Activations::Int16, Activations::Int8] {
-            let y = project(matrix(&x, 160, device), &packed, activations).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = host(project(matrix(&x, 160, device), &packed, activations).unwrap());
             assert!(y[..7].iter().all(|y| y.is_nan()), "{activations:?}: {y:?}");
             assert!(y[7..].iter().all(|y| y.is_finite()), "{activations:?}");
         }

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_weights::{Activations, PackedExperts, WeightFormat, project, project_picked};
 
-use crate::common::{Blocks, Rng, matrix, stamp};
+use crate::common::{Blocks, Rng, host, matrix, stamp};
 
 stamp!(
     each_pick_is_a_product_with_its_expert,
@@ -41,15 +41,11 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                 (0..n * per_token).map(|_| rng.below(n_experts) as i32).collect();
             for of_token in [1, per_token] {
                 let x = rng.normals(n * of_token * columns);
-                let y = project_picked(
-                    floats(&x, [n, of_token, columns], device),
-                    &packed,
-                    ints(&picked, [n, per_token], device),
-                    Activations::Exact,
-                );
-                let y = y.unwrap();
+                let input = floats(&x, [n, of_token, columns], device);
+                let numbers = ints(&picked, [n, per_token], device);
+                let y = project_picked(input, &packed, numbers, Activations::Exact).unwrap();
                 assert_eq!(y.dims(), [n, per_token, rows]);
-                let y = y.into_data().try_into_vec::<f32>().unwrap();
+                let y = host(y);
                 for (i, got) in y.iter().enumerate() {
                     let (pick, row) = (i / rows, i % rows);
                     let x = &x[pick / (per_token / of_token) * columns..][..columns];
@@ -77,7 +73,7 @@ fn picks_out_of_range_select_the_nearest(device: &Device) {
     let y = |picked: [i32; 2]| {
         let picked = ints(&picked, [1, 2], device);
         let y = project_picked(x.clone(), &packed, picked, Activations::Exact).unwrap();
-        y.into_data().try_into_vec::<f32>().unwrap()
+        host(y)
     };
     assert_eq!(y([-3, i32::MAX]), y([0, 3]));
 }
@@ -92,13 +88,13 @@ fn single_experts_are_matrices(device: &Device) {
     for number in 0..5 {
         let alone = packed.expert(number).unwrap();
         assert_eq!(alone.dims(), [3, 96]);
-        let restored = alone.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+        let restored = host(alone.restore().unwrap());
         assert_eq!(restored, weights[number * 3 * 96..][..3 * 96]);
         let picked = ints(&[number as i32; 2], [2, 1], device);
         let wide = floats(&x, [2, 1, 96], device);
         let picked = project_picked(wide, &packed, picked, Activations::Exact).unwrap();
         let y = project(matrix(&x, 96, device), &alone, Activations::Exact).unwrap();
-        let [picked, y] = [picked, y].map(|y| y.into_data().try_into_vec::<f32>().unwrap());
+        let [picked, y] = [picked, y].map(host);
         for (a, b) in picked.iter().zip(&y) {
             // The order of the sums may differ.
             assert!((a - b).abs() <= 1e-5, "expert {number}: {a}, not {b}");

@@ -4,7 +4,7 @@ use burn::tensor::{Device, Int, Tensor};
 use half::f16;
 use kv_weights::{Activations, WeightFormat, lookup, project, reference};
 
-use crate::common::{Blocks, Rng, device_blocks, matrix, stamp};
+use crate::common::{Blocks, Rng, device_blocks, host, magnitudes, matrix, stamp};
 
 stamp!(
     launches_spread_over_several_axes,
@@ -42,15 +42,14 @@ fn rows_are_restored_bit_for_bit(device: &Device) {
         let ([rows, columns], restored) = (weights.shape, weights.restored());
         let packed = device_blocks(weights, device);
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        let all = packed.restore().unwrap().into_data().try_into_vec::<f32>().unwrap();
+        let all = host(packed.restore().unwrap());
         assert!(bits(&all) == bits(&restored), "{name}");
         let (start, n) = (rows / 3, rows - rows / 2);
-        let some =
-            packed.restore_rows(start, n).unwrap().into_data().try_into_vec::<f32>().unwrap();
+        let some = host(packed.restore_rows(start, n).unwrap());
         assert!(bits(&some) == bits(&restored[start * columns..][..n * columns]), "{name}");
         let ids = [rows - 1, 0, rows / 2, 0].map(|id| id as i64);
         let ids = Tensor::<2, Int>::from_data([ids], device);
-        let found = lookup(ids, &packed).unwrap().into_data().try_into_vec::<f32>().unwrap();
+        let found = host(lookup(ids, &packed).unwrap());
         for (found, row) in found.chunks(columns).zip([rows - 1, 0, rows / 2, 0]) {
             assert!(bits(found) == bits(&restored[row * columns..][..columns]), "{name}");
         }
@@ -61,7 +60,6 @@ fn rows_are_restored_bit_for_bit(device: &Device) {
 #[track_caller]
 fn close(name: &str, got: &[f32], x: &[f32], weights: &Blocks, tolerance: f64) {
     let (restored, columns) = (weights.restored(), weights.shape[1]);
-    let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
     let expected = reference::project(x, &restored, columns);
     let sums = reference::project(&magnitudes(x), &magnitudes(&restored), columns);
     assert_eq!(got.len(), expected.len(), "{name}");
@@ -75,22 +73,24 @@ fn close(name: &str, got: &[f32], x: &[f32], weights: &Blocks, tolerance: f64) {
     }
 }
 
+fn product(x: &[f32], weights: &Blocks, activations: Activations, device: &Device) -> Vec<f32> {
+    let x = matrix(x, weights.shape[1], device);
+    host(project(x, &device_blocks(weights, device), activations).unwrap())
+}
+
 fn exact_products_match_restored_weights(device: &Device) {
     each(200, |weights, x, name| {
-        let packed = device_blocks(weights, device);
-        let y = project(matrix(x, weights.shape[1], device), &packed, Activations::Exact).unwrap();
+        let y = product(x, weights, Activations::Exact, device);
         // A sum of n terms in f32 is off by less than n * 2^-24, and a sum in parts by far less.
-        close(name, &y.into_data().try_into_vec::<f32>().unwrap(), x, weights, 1e-6);
+        close(name, &y, x, weights, 1e-6);
     });
 }
 
 fn integer_products_match_rounded_activations(device: &Device) {
     each(300, |weights, x, name| {
-        let packed = device_blocks(weights, device);
         for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Int8, 127.0)] {
             let name = format!("{name}, {activations:?}");
-            let y = project(matrix(x, weights.shape[1], device), &packed, activations).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = product(x, weights, activations, device);
             // Other backends do not round activations, and neither do products with 16-bit weights.
             let flex = matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_));
             if flex && !weights.format.is_float() {
@@ -144,9 +144,7 @@ fn outliers_do_not_affect_exact_products(device: &Device) {
         each_with_zeros(400 + n as u64, 131, |rng, weights, name| {
             let columns = weights.shape[1];
             let x = with_outliers(rng, n * columns);
-            let packed = device_blocks(weights, device);
-            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = product(&x, weights, Activations::Exact, device);
             // Each of `columns` additions is off by at most 2^-24 of the magnitudes. After an
             // outlier, all are rounded to its last digit.
             let tolerance = columns as f64 * 2f64.powi(-24);
@@ -156,8 +154,7 @@ fn outliers_do_not_affect_exact_products(device: &Device) {
             let zeros = weights.restored();
             let at = zeros[..columns].iter().position(|&weight| weight == 0.0).unwrap_or(0);
             x.iter_mut().skip(at).step_by(columns).for_each(|x| *x = 1e4);
-            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = product(&x, weights, Activations::Exact, device);
             close(&format!("{name} by {n}, one outlier"), &y, &x, weights, tolerance);
         });
     }
@@ -168,12 +165,9 @@ fn outliers_round_integers_by_half_a_step(device: &Device) {
         each_with_zeros(500 + n as u64, 67, |rng, weights, name| {
             let (columns, restored) = (weights.shape[1], weights.restored());
             let x = with_outliers(rng, n * columns);
-            let packed = device_blocks(weights, device);
             for (activations, to) in [(Activations::Int16, 32639.0), (Activations::Int8, 127.0)] {
-                let y = project(matrix(&x, columns, device), &packed, activations).unwrap();
-                let y = y.into_data().try_into_vec::<f32>().unwrap();
+                let y = product(&x, weights, activations, device);
                 let expected = reference::project(&x, &restored, columns);
-                let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
                 let steps = reference::round_activations(&x, to).1;
                 let steps: Vec<f32> = (0..x.len()).map(|i| steps[i / 32]).collect();
                 let weights = magnitudes(&restored);
@@ -200,9 +194,7 @@ fn zero_weights_contribute_nothing(device: &Device) {
             let zeros = restored.iter().map(|weight| f32::from(u8::from(*weight == 0.0)));
             let x: Vec<f32> = x.into_iter().zip(zeros).map(|(x, zero)| x * zero).collect();
             assert!(rows == 1 || x.iter().any(|x| *x != 0.0), "{name}: no weight is 0");
-            let packed = device_blocks(weights, device);
-            let y = project(matrix(&x, columns, device), &packed, Activations::Exact).unwrap();
-            let y = y.into_data().try_into_vec::<f32>().unwrap();
+            let y = product(&x, weights, Activations::Exact, device);
             // Row `i` of activations is made for row `i` of weights.
             for row in 0..rows {
                 assert_eq!(y[row * rows + row], 0.0, "{name}: row {row} of {rows}");
@@ -218,7 +210,6 @@ fn launches_spread_over_several_axes(device: &Device) {
     let weights = Blocks::random(&mut rng, WeightFormat::Q4_0, [3, 32]);
     let n = 4 * 65_535 + 77;
     let x: Vec<f32> = (0..32 * n).map(|i| (i % 1009) as f32 / 500.0 - 1.0).collect();
-    let packed = device_blocks(&weights, device);
-    let y = project(matrix(&x, 32, device), &packed, Activations::Exact).unwrap();
-    close("q4_0", &y.into_data().try_into_vec::<f32>().unwrap(), &x, &weights, 1e-6);
+    let y = product(&x, &weights, Activations::Exact, device);
+    close("q4_0", &y, &x, &weights, 1e-6);
 }

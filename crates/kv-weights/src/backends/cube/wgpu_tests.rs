@@ -6,12 +6,13 @@ use burn::{
     backend::DispatchDevice,
     tensor::{Device, TensorData},
 };
+use burn_cubecl::CubeDevice;
 
 use super::*;
 use crate::{Quantize, WeightFormat, quantize, reference};
 
 /// Returns the device, or `None` if the environment allows it to be missing.
-fn device() -> Option<burn_cubecl::CubeDevice> {
+fn device() -> Option<CubeDevice> {
     // A runtime can be initialized only once per process.
     static DEVICE: LazyLock<Result<Device, String>> =
         LazyLock::new(|| Device::wgpu_options().init().map_err(|error| error.to_string()));
@@ -46,6 +47,42 @@ fn blocks(format: WeightFormat, [rows, columns]: [usize; 2]) -> Vec<u8> {
     numbers.flat_map(|i| found[i % found.len()].iter().copied()).collect()
 }
 
+/// Uploads blocks, filled up to whole words.
+fn upload(mut blocks: Vec<u8>, layout: &PackedLayout, device: &CubeDevice) -> CubeTensor {
+    blocks.resize(4 * layout.words(), 0xff);
+    let words: Vec<u32> = bytemuck::pod_collect_to_vec(&blocks);
+    CubeBackend::int_from_data(TensorData::new(words, [layout.words()]), device)
+}
+
+/// Returns `n` rows of activations.
+fn activations(n: usize, columns: usize) -> Vec<f32> {
+    (0..n * columns).map(|i| (i as f32 * 0.37).sin() + 0.1).collect()
+}
+
+/// Returns the product of few rows with nothing fused.
+fn plain(
+    hardware: Hardware,
+    x: &CubeTensor,
+    words: &CubeTensor,
+    layout: PackedLayout,
+) -> CubeTensor {
+    few(hardware, x.clone(), vec![words.clone()], [None, None, None], &plan_of(layout))
+}
+
+/// Asserts that products are within 1e-6 of the sums of the magnitudes `|x w|`.
+fn close(name: &str, y: CubeTensor, x: &[f32], weights: &[f32], columns: usize) {
+    let expected = reference::project(x, weights, columns);
+    let [x, weights] = [x, weights].map(|x| x.iter().map(|x| x.abs()).collect::<Vec<_>>());
+    let sizes = reference::project(&x, &weights, columns);
+    let y = burn::tensor::read_sync(CubeBackend::float_into_data(y)).unwrap();
+    let y = y.try_into_vec::<f32>().unwrap();
+    assert_eq!(y.len(), expected.len(), "{name}");
+    for (i, y) in y.into_iter().enumerate() {
+        let error = (f64::from(y) - expected[i]).abs();
+        assert!(error <= 1e-6 * sizes[i], "{name}: {i}: {y}, not {}", expected[i]);
+    }
+}
+
 /// Covers complete and incomplete tiles of activations and weights, in every format.
 #[test]
 fn tiles_match_the_reference_in_all_formats() {
@@ -56,25 +93,11 @@ fn tiles_match_the_reference_in_all_formats() {
             let layout = PackedLayout::new(format, [rows, columns]).unwrap();
             let blocks = blocks(format, [rows, columns]);
             let weights = reference::restore(format, &blocks);
-            let mut padded = blocks;
-            padded.resize(4 * layout.words(), 0xff);
-            let words: Vec<u32> = bytemuck::pod_collect_to_vec(&padded);
-            let words =
-                CubeBackend::int_from_data(TensorData::new(words, [layout.words()]), &device);
-            let x: Vec<f32> = (0..n * columns).map(|i| (i as f32 * 0.37).sin() + 0.1).collect();
-            let expected = reference::project(&x, &weights, columns);
-            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
-            let sizes = reference::project(&magnitudes(&x), &magnitudes(&weights), columns);
-            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
-            let y = tiled(x, &words, layout);
-            let y = burn::tensor::read_sync(CubeBackend::float_into_data(y)).unwrap();
-            let y = y.try_into_vec::<f32>().unwrap();
-            assert_eq!(y.len(), expected.len());
-            for (i, y) in y.into_iter().enumerate() {
-                let error = (f64::from(y) - expected[i]).abs();
-                let name = format!("{format} [{rows}, {columns}] by {n}");
-                assert!(error <= 1e-6 * sizes[i], "{name}: {i}: {y}, not {}", expected[i]);
-            }
+            let words = upload(blocks, &layout, &device);
+            let x = activations(n, columns);
+            let on_device = TensorData::new(x.clone(), [n, columns]);
+            let y = tiled(CubeBackend::float_from_data(on_device, &device), &words, layout);
+            close(&format!("{format} [{rows}, {columns}] by {n}"), y, &x, &weights, columns);
         }
     }
 }
@@ -84,26 +107,22 @@ fn tiles_match_the_reference_in_all_formats() {
 #[ignore = "measures"]
 fn ways_are_timed() {
     let Some(device) = device() else { return };
-    let mut said = std::io::stderr().lock();
+    let mut stderr = std::io::stderr().lock();
     for (format, shape @ [rows, columns]) in [
         (WeightFormat::Q4_0, [1536, 576]),
         (WeightFormat::Q4K, [2048, 2048]),
         (WeightFormat::F16, [1536, 576]),
     ] {
         let layout = PackedLayout::new(format, shape).unwrap();
-        let mut blocks = blocks(format, shape);
-        blocks.resize(4 * layout.words(), 0);
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&blocks);
-        let words = CubeBackend::int_from_data(TensorData::new(words, [layout.words()]), &device);
+        let words = upload(blocks(format, shape), &layout, &device);
         for n in [8, 16, 33, 64, 128, 256, 512] {
-            let x: Vec<f32> = (0..n * columns).map(|i| (i as f32 * 0.37).sin()).collect();
-            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
+            let x = TensorData::new(activations(n, columns), [n, columns]);
+            let x = CubeBackend::float_from_data(x, &device);
             let own = Hardware::of(x.client.properties());
-            let ways: [&dyn Fn() -> CubeTensor; 3] = [
-                &|| few(own, x.clone(), vec![words.clone()], [None, None, None], &plan_of(layout)),
-                &|| tiled(x.clone(), &words, layout),
-                &|| many(x.clone(), &words, layout),
-            ];
+            let ways: [&dyn Fn() -> CubeTensor; 3] =
+                [&|| plain(own, &x, &words, layout), &|| tiled(x.clone(), &words, layout), &|| {
+                    many(x.clone(), &words, layout)
+                }];
             let mut times = [const { vec![] }; 3];
             for round in 0..9 {
                 for (way, times) in ways.iter().zip(&mut times) {
@@ -122,7 +141,7 @@ fn ways_are_timed() {
             });
             let name = format!("{format} [{rows}, {columns}]");
             writeln!(
-                said,
+                stderr,
                 "{name:20} by {n:3}: few {few:8.2} tiles {tiles:8.2} restored {restored:8.2}"
             )
             .unwrap();
@@ -135,7 +154,6 @@ fn ways_are_timed() {
 #[test]
 fn every_way_matches_the_reference() {
     let Some(device) = device() else { return };
-    let wave = |n: usize, pitch: f32| (0..n).map(move |i| (i as f32 * pitch).sin() + 0.1);
     let (rows, columns) = (75, 768);
     for format in [WeightFormat::Q4_0, WeightFormat::Q5K, WeightFormat::Q6K] {
         let layout = PackedLayout::new(format, [rows, columns]).unwrap();
@@ -150,51 +168,26 @@ fn every_way_matches_the_reference() {
             scales.iter().for_each(|at| block[*at..at + 2].copy_from_slice(&[0, 0x20]));
         }
         let weights = reference::restore(format, &blocks[..layout.bytes()]);
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&blocks);
-        let words = TensorData::new(words, [layout.words()]);
-        let words = CubeBackend::int_from_data(words, &device);
+        let words = upload(blocks, &layout, &device);
         for n in [1, 3, 8, 9, 33] {
-            let x: Vec<f32> = wave(n * columns, 0.37).collect();
-            let expected = reference::project(&x, &weights, columns);
-            let magnitudes = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
-            let sizes = reference::project(&magnitudes(&x), &magnitudes(&weights), columns);
-            let x = CubeBackend::float_from_data(TensorData::new(x, [n, columns]), &device);
-            let plan = plan_of(layout);
+            let numbers = activations(n, columns);
+            let x = TensorData::new(numbers.clone(), [n, columns]);
+            let x = CubeBackend::float_from_data(x, &device);
             let own = Hardware::of(x.client.properties());
-            let plain = Hardware { plane: 1, vector: false };
+            let cubes = Hardware { plane: 1, vector: false };
+            let alone = Hardware { vector: true, ..cubes };
             let mut ways = vec![
-                (
-                    "alone",
-                    few(
-                        Hardware { vector: true, ..plain },
-                        x.clone(),
-                        vec![words.clone()],
-                        [None, None, None],
-                        &plan,
-                    ),
-                ),
-                ("cubes", few(plain, x.clone(), vec![words.clone()], [None, None, None], &plan)),
+                ("alone", plain(alone, &x, &words, layout)),
+                ("cubes", plain(cubes, &x, &words, layout)),
                 ("restored", many(x.clone(), &words, layout)),
                 ("tiles", tiled(x.clone(), &words, layout)),
             ];
             if own.plane > 1 {
                 let planes = Hardware { vector: false, ..own };
-                ways.push((
-                    "planes",
-                    few(planes, x, vec![words.clone()], [None, None, None], &plan),
-                ));
+                ways.push(("planes", plain(planes, &x, &words, layout)));
             }
             for (way, y) in ways {
-                let y = burn::tensor::read_sync(CubeBackend::float_into_data(y)).unwrap();
-                let y = y.try_into_vec::<f32>().unwrap();
-                for (i, y) in y.into_iter().enumerate() {
-                    let error = (f64::from(y) - expected[i]).abs();
-                    assert!(
-                        error <= 1e-6 * sizes[i],
-                        "{format} {way} by {n}: {i}: {y}, not {}",
-                        expected[i]
-                    );
-                }
+                close(&format!("{format} {way} by {n}"), y, &numbers, &weights, columns);
             }
         }
     }

@@ -10,7 +10,6 @@ const RESTORED: usize = 1 << 20;
 /// Numbers restored by a thread at a time.
 const PART: usize = 1 << 15;
 
-/// Returns the number of rows restored at once.
 fn rows_at_a_time(layout: &PackedLayout) -> usize {
     (RESTORED / layout.columns()).max(1)
 }
@@ -54,7 +53,6 @@ fn restored<'a>(blocks: &[u8], layout: &PackedLayout, weights: &'a mut [f32]) ->
     weights
 }
 
-/// Restores whole rows.
 pub(super) fn restore(blocks: &[u8], layout: &PackedLayout, out: &mut [f32]) {
     let (row, columns) = (layout.row_bytes(), layout.columns());
     let rows = PART.div_ceil(columns);

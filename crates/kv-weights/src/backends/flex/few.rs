@@ -56,7 +56,6 @@ pub(super) unsafe fn row<I: CodeInstructions, F: Blocks>(
     }
 }
 
-/// An unpacked block.
 struct Unpacked {
     codes: [u8; MOST],
     scales: [f32; MOST / 16],

@@ -17,9 +17,7 @@ use crate::formats::{
 /// [`row_of_wide`](Self::row_of_wide) and [`CodeInstructions::row`], into which all callees are
 /// inlined.
 pub(super) trait Instructions {
-    /// A vector of f32.
     type Vector: Copy;
-    /// Number of lanes of a vector.
     const LANES: usize;
 
     /// Returns whether this processor has the instructions.
@@ -28,7 +26,6 @@ pub(super) trait Instructions {
     /// Prefetches the cache line of an address, which need not be valid.
     unsafe fn fetch(byte: *const u8);
 
-    /// Sets all lanes to `number`.
     unsafe fn splat(number: f32) -> Self::Vector;
 
     /// Loads the first `LANES` numbers.
@@ -37,13 +34,11 @@ pub(super) trait Instructions {
     /// Loads the first `LANES` 16-bit numbers and widens them.
     unsafe fn widened<W: Vectors>(bits: &[u16]) -> Self::Vector;
 
-    /// `a + b`.
     unsafe fn add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
     /// `a * b + c`, rounded once.
     unsafe fn multiply_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
 
-    /// Sums all lanes.
     unsafe fn total(vector: Self::Vector) -> f32;
 
     /// Runs [`wide_row::row`](super::wide_row::row).

@@ -207,7 +207,6 @@ fn blocks_project<F: Blocks>(
     portable::project::<F>(x, matrix, activations)
 }
 
-/// Returns the blocks of all rows.
 fn blocks<'a>(words: &'a FlexTensor, layout: &PackedLayout) -> &'a [u8] {
     debug_assert_eq!(words.dtype(), DType::U32);
     &words.bytes()[..layout.bytes()]

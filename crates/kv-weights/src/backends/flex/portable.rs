@@ -43,7 +43,6 @@ pub(super) fn restore(format: WeightFormat, blocks: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Multiplies one row of weights with all of `x`.
 #[macerator::with_simd]
 fn exact<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &[f32], columns: usize, out: &mut [f32]) {
     let mut weights = [0.0; MOST];
@@ -68,7 +67,6 @@ fn dot(weights: &[f32], x: &[f32]) -> f32 {
     sums.iter().sum()
 }
 
-/// Multiplies one row of weights with all of `x`, rounded to integers.
 #[macerator::with_simd]
 fn rounded<S: Simd, F: Blocks>(_: F, blocks: &[u8], x: &Integers, columns: usize, out: &mut [f32]) {
     let (mut codes, mut scales, mut mins) = ([0; MOST], [0.0; MOST / 16], [0.0; MOST / BLOCK]);

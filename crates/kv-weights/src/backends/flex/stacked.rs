@@ -13,7 +13,6 @@ pub(super) struct Stacked<'a> {
 }
 
 impl<'a> Stacked<'a> {
-    /// Stacks one or more matrices.
     pub(super) fn new(parts: impl IntoIterator<Item = (&'a [u8], PackedLayout)>) -> Self {
         let (parts, layouts): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let layout = layouts[0];

@@ -82,7 +82,6 @@ pub(super) fn project_by<W: Vectors>(way: Way, x: &[f32], matrix: &Stacked<'_>) 
     })
 }
 
-/// Multiplies one row of weights with all of `x`.
 #[macerator::with_simd]
 fn portable<S: Simd, W: Wide>(_: W, row: &[u16], x: &[f32], out: &mut [f32]) {
     out.fill(0.0);

@@ -5,7 +5,6 @@ use super::{
     HEADER, codes_at, spec,
 };
 
-/// Blocks of codes of `BITS` bits.
 #[derive(Debug)]
 pub(crate) struct AffineK<const BITS: usize>;
 

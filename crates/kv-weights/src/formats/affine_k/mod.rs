@@ -1,10 +1,10 @@
 //! Blocks of 256 codes of 4 or 5 bits, with a scale and a minimum of 6 bits for each 32: Q4_K and
 //! Q5_K.
 //!
-//! A block is the scale of the scales and that of the minima (f16), 12 bytes of scales and minima,
-//! for codes of 5 bits 32 bytes of their fifth bits, then 128 bytes of their lower four bits. Each
-//! 32 bytes of lower bits hold two groups of 32 codes, one in the lower and one in the upper
-//! halves. Bit `i` of fifth byte `j` belongs to code `j` of group `i`.
+//! A block has the scales of scales and minima (f16), 12 bytes of scales and minima, 32 bytes of
+//! fifth bits for codes of 5 bits, and 128 bytes of lower four bits. Each 32 of the latter hold two
+//! groups of 32 codes, one in the lower and one in the upper halves. Bit `i` of byte `j` of the
+//! fifth bits belongs to code `j` of group `i`.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

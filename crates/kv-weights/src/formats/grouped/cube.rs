@@ -5,11 +5,9 @@ use super::{
     HEADER,
 };
 
-/// Groups of `GROUP` codes of 4 bits.
 #[derive(Debug)]
 pub(crate) struct Int4<const GROUP: usize>;
 
-/// Groups of `GROUP` codes of 8 bits.
 #[derive(Debug)]
 pub(crate) struct Int8<const GROUP: usize>;
 

@@ -6,7 +6,6 @@ use super::{
     HEADER, spec,
 };
 
-/// Groups of `GROUP` codes of 4 bits.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Int4<const GROUP: usize>;
 
@@ -14,7 +13,6 @@ impl<const GROUP: usize> Int4<GROUP> {
     pub(crate) const SPEC: Spec = spec(4, GROUP);
 }
 
-/// Groups of `GROUP` codes of 8 bits.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Int8<const GROUP: usize>;
 

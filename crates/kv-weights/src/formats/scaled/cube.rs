@@ -5,7 +5,6 @@ use super::{
     spec,
 };
 
-/// Blocks of codes of `BITS` bits.
 #[derive(Debug)]
 pub(crate) struct Scaled<const BITS: usize>;
 

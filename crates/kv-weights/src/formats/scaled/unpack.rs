@@ -6,7 +6,6 @@ use super::{
     HEADER, codes_at, spec,
 };
 
-/// Blocks of codes of `BITS` bits.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Scaled<const BITS: usize>;
 

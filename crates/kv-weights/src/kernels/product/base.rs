@@ -54,9 +54,7 @@ pub(crate) struct ProductBlueprint {
     pub(crate) unit_rows: usize,
     /// Rows of activations per cube, a power of two.
     pub(crate) x_rows: usize,
-    /// Number of matrices.
     pub(crate) parts: usize,
-    /// Applied to the first half of the rows.
     pub(crate) gate: Option<Gate>,
     /// True if activations are normalized.
     pub(crate) norm: bool,
@@ -87,7 +85,6 @@ impl ProductBlueprint {
         if self.plane > 1 || self.lanes == 1 { 1 } else { self.units * self.sums() }
     }
 
-    /// Returns the number of teams in a cube.
     pub(super) const fn teams(&self) -> usize {
         self.units / self.lanes
     }
@@ -198,14 +195,7 @@ mod tests {
             for (n, columns) in (1..=70).flat_map(|n| [32, 576, 4096].map(|columns| (n, columns))) {
                 for (gate, norm) in [(None, false), (Some(Gate::Silu), true)] {
                     let part = PackedLayout::new(WeightFormat::Q4_0, [262_144, columns]).unwrap();
-                    let problem = ProductProblem {
-                        n,
-                        parts: vec![part],
-                        gate,
-                        norm,
-                        epsilon: 1e-5,
-                        plus_one: false,
-                    };
+                    let problem = ProductProblem { gate, norm, ..ProductProblem::plain(n, part) };
                     let bp = prepare(&problem, Hardware { plane, vector });
                     assert!(bp.units <= 256 && 4 * bp.scratch_len() <= 16 * 1024, "{bp:?}");
                     assert!(bp.units.is_multiple_of(bp.lanes) && bp.lanes.is_power_of_two());

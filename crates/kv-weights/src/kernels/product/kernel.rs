@@ -404,7 +404,6 @@ fn write(
     }
 }
 
-/// Applies the nonlinearity of the gate.
 #[cube]
 fn gated(x: f32, #[comptime] bp: ProductBlueprint) -> f32 {
     let mut z = x;

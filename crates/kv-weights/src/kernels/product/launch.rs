@@ -59,12 +59,9 @@ pub(crate) fn launch<F: BlocksInKernels>(
         part_cubes(1),
         problem.epsilon,
     );
-    let floats = if problem.norm { layout.columns() } else { 0 }
-        + if bindings.bias.is_some() {
-            problem.parts.iter().map(|part| part.rows()).sum()
-        } else {
-            0
-        };
+    let rows: usize = problem.parts.iter().map(|part| part.rows()).sum();
+    let gains = usize::from(problem.norm) * layout.columns();
+    let floats = gains + usize::from(bindings.bias.is_some()) * rows;
     let blocks: usize = problem.parts.iter().map(|part| part.bytes()).sum();
     report_read("product", chunks * (blocks + size_of::<f32>() * floats));
     let mut words = bindings.words.into_iter();

@@ -47,7 +47,6 @@ pub(super) fn team_sum(
     }
 }
 
-/// Returns an array of zeros.
 #[cube]
 pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     let mut array = Array::<f32>::new(len);

@@ -19,7 +19,6 @@ struct Extras {
     residual: bool,
 }
 
-/// Returns a buffer if `there`.
 fn optional<T: LaunchArg<CompilationArg = BufferCompilationArg>>(
     there: bool,
 ) -> ComptimeOptionCompilationArg<T> {
@@ -72,12 +71,10 @@ fn codes_and_sums_can_live_in_registers() {
         for (name, n, extras) in launches {
             let part = PackedLayout::new(format, [1536, 2048]).unwrap();
             let problem = ProductProblem {
-                n,
                 parts: vec![part; extras.parts],
                 gate: extras.gate,
                 norm: extras.norm,
-                epsilon: 1e-5,
-                plus_one: false,
+                ..ProductProblem::plain(n, part)
             };
             let bp = prepare(&problem, Hardware::of(&h200()));
             let name = format!("project-{name}-{format}");

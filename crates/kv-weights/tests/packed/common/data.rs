@@ -32,7 +32,6 @@ impl Rng {
     }
 }
 
-/// Random blocks of a matrix.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
     pub(crate) format: WeightFormat,
@@ -89,7 +88,6 @@ impl Blocks {
     }
 }
 
-/// Creates a matrix of the blocks on a device.
 pub(crate) fn device_blocks(blocks: &Blocks, device: &Device) -> PackedMatrix {
     let bytes = Bytes::from_bytes_vec(blocks.bytes.clone());
     PackedMatrix::from_bytes(bytes, blocks.format, blocks.shape, device).unwrap()
@@ -99,4 +97,13 @@ pub(crate) fn device_blocks(blocks: &Blocks, device: &Device) -> PackedMatrix {
 pub(crate) fn matrix(x: &[f32], columns: usize, device: &Device) -> Tensor<3> {
     let shape = [1, x.len() / columns, columns];
     Tensor::from_data(TensorData::new(x.to_vec(), shape), device)
+}
+
+/// Returns the numbers of a tensor.
+pub(crate) fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.into_data().try_into_vec().unwrap()
+}
+
+pub(crate) fn magnitudes(x: &[f32]) -> Vec<f32> {
+    x.iter().map(|x| x.abs()).collect()
 }

@@ -7,7 +7,7 @@ use std::io::Write;
 
 use burn::tensor::Device;
 
-pub(crate) use data::{Blocks, Rng, device_blocks, matrix};
+pub(crate) use data::{Blocks, Rng, device_blocks, host, magnitudes, matrix};
 
 /// Runs a case on a device, if it can be opened.
 pub(crate) fn run(device: Result<Device, String>, case: fn(&Device)) {

@@ -5,14 +5,28 @@ use core::arch::x86_64::*;
 use crate::formats::{unpack::Blocks, vnni::GROUP};
 
 /// Numbers that share a step.
-const BLOCK: usize = 32;
+pub(super) const BLOCK: usize = 32;
 
 /// The integer to which the largest of 32 activations is rounded, by number of digits.
-pub(super) const LARGEST: [f32; 3] = [0.0, 127.0, 0x7f7f as f32];
+const LARGEST: [f32; 3] = [0.0, 127.0, 0x7f7f as f32];
 
 /// Offset for splitting an integer into signed digits. With `x + ZERO` written to base 256,
 /// subtracting `ZERO` byte by byte, without borrow, leaves signed bytes whose value is `x`.
 const ZERO: [i32; 3] = [0, 0, 0x8080];
+
+/// 32 activations as `D` digits each.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Block<const D: usize> {
+    /// For each digit, lowest first: all activations, four to a word.
+    pub(super) digits: [[i32; BLOCK / 4]; D],
+    pub(super) step: f32,
+    /// Sum of the rounded activations.
+    pub(super) sum: f32,
+    /// Corrections that make a zero code count as 0, for the first and second half. If the block
+    /// has one scale, the first entry holds both.
+    pub(super) corrections: [i32; 2],
+}
 
 /// 128 activations as `D` digits each, in the order of
 /// [`Group::codes`](crate::formats::vnni::Group::codes).
@@ -31,12 +45,10 @@ pub(super) struct Group<const D: usize> {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct OfBlocks {
-    /// Steps.
     pub(super) steps: [f32; 4],
     /// Sums of the rounded activations.
     pub(super) sums: [f32; 4],
-    /// Corrections that make a zero code count as 0, for the first and second halves. If a block
-    /// has one scale, the first entry holds both.
+    /// [`Block::corrections`] of the first halves and of the second.
     pub(super) corrections: [[i32; 4]; 2],
 }
 
@@ -51,7 +63,6 @@ impl OfBlocks {
         }
     }
 
-    /// Loads the whole cache line.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn line(&self) -> __m512i {
@@ -97,7 +108,7 @@ pub(super) fn groups<F: Blocks, const D: usize>(x: &[f32], columns: usize) -> Ve
 /// steps. If a number is not finite, the step is NaN and the numbers are 0.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
+fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     // SAFETY: the array has two vectors.
     let x = [0, 16].map(|at| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) });
     let magnitudes = _mm512_max_ps(_mm512_abs_ps(x[0]), _mm512_abs_ps(x[1]));
@@ -114,15 +125,14 @@ pub(super) fn step(x: &[f32; BLOCK], limit: f32) -> (f32, [__m512i; 2]) {
     }
 }
 
-/// Writes block `i` of a group.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
+pub(super) fn round<F: Blocks, const D: usize>(x: &[f32; BLOCK]) -> Block<D> {
     let (step, units) = step(x, LARGEST[D]);
-    let (mut sums, mut total) = ([0; 2], 0);
+    let (mut digits, mut sums, mut total) = ([[0; BLOCK / 4]; D], [0; 2], 0);
     for (half, units) in units.into_iter().enumerate() {
-        for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
-            let to = &mut group.digits[digit][half][16 * i..][..16];
+        for (digit, bytes) in digits_of::<D>(units).into_iter().enumerate() {
+            let to = &mut digits[digit][4 * half..][..4];
             // SAFETY: the slice has 16 bytes.
             unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
             let sum = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
@@ -130,17 +140,30 @@ fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOC
         }
         total += _mm512_reduce_add_epi32(units);
     }
+    Block { digits, step, sum: total as f32 * step, corrections: corrections::<F>(sums) }
+}
+
+/// Writes block `i` of a group.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn put<F: Blocks, const D: usize>(group: &mut Group<D>, i: usize, x: &[f32; BLOCK]) {
+    let block = round::<F, D>(x);
+    for (to, digits) in group.digits.iter_mut().zip(&block.digits) {
+        for (to, digits) in to.iter_mut().zip(digits.as_chunks::<4>().0) {
+            to[16 * i..][..16].copy_from_slice(bytemuck::cast_slice(digits));
+        }
+    }
     let of_blocks = &mut group.of_blocks;
-    of_blocks.steps[i] = step;
-    of_blocks.sums[i] = total as f32 * step;
-    for (of_half, correction) in of_blocks.corrections.iter_mut().zip(corrections::<F>(sums)) {
-        of_half[i] = correction;
+    of_blocks.steps[i] = block.step;
+    of_blocks.sums[i] = block.sum;
+    for half in 0..2 {
+        of_blocks.corrections[half][i] = block.corrections[half];
     }
 }
 
 /// Returns the corrections to products with 32 numbers that make a zero code count as 0, from the
 /// sums of both halves.
-pub(super) fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
+fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
     let zero = -i32::from(F::ZERO);
     match F::SPAN {
         BLOCK => [(first + second) * zero, 0],
@@ -151,7 +174,7 @@ pub(super) fn corrections<F: Blocks>([first, second]: [i32; 2]) -> [i32; 2] {
 /// Returns the signed digits of 16 integers, lowest first.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) fn digits<const D: usize>(units: __m512i) -> [__m128i; D] {
+fn digits_of<const D: usize>(units: __m512i) -> [__m128i; D] {
     let zero = _mm512_set1_epi32(ZERO[D]);
     let mut rest = _mm512_sub_epi8(_mm512_add_epi32(units, zero), zero);
     let mut digits = [_mm_setzero_si128(); D];

@@ -10,7 +10,6 @@ const LANES: usize = 16;
 /// Numbers that share a minimum and one or two scales.
 const BLOCK: usize = 32;
 
-/// 128 activations.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Floats([[f32; LANES]; GROUP / LANES]);
@@ -29,9 +28,7 @@ pub(super) fn groups(x: &[f32], columns: usize) -> Vec<Floats> {
 impl Multiplied for Floats {
     const WORK: usize = 3;
 
-    /// Weights are restored, with rounding, before they are multiplied. The alternative, to
-    /// multiply the sum of activations by the minimum, has an error relative to both parts, which
-    /// is large where they cancel.
+    /// Rounds weights before multiplying, for the reason given in `few.rs`.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn add<F: Groups, const C: usize>(
@@ -65,7 +62,6 @@ impl Multiplied for Floats {
     }
 }
 
-/// Returns the lanes of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn eight(vector: __m256) -> [f32; 8] {
@@ -75,7 +71,6 @@ fn eight(vector: __m256) -> [f32; 8] {
     lanes
 }
 
-/// Returns the quarters of a vector.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn quarters(vector: __m512i) -> [__m128i; 4] {

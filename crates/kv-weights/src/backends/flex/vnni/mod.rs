@@ -283,7 +283,6 @@ impl Sum {
         Self { products: _mm512_setzero_ps(), mins: _mm256_setzero_ps() }
     }
 
-    /// Adds the products of `C` times 128 numbers.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     fn add<F: Groups, const D: usize, const C: usize>(

@@ -6,7 +6,7 @@
 use core::{arch::x86_64::*, mem::MaybeUninit};
 
 use super::{
-    activations::{LARGEST, corrections, digits, step},
+    activations::{BLOCK, Block, round},
     load,
 };
 use crate::{
@@ -17,10 +17,7 @@ use crate::{
         threads::in_parts,
         tuning::{LINE, PARALLEL},
     },
-    formats::{
-        unpack::Blocks,
-        vnni::{GROUP, Groups, MOST_BYTES},
-    },
+    formats::vnni::{GROUP, Groups, MOST_BYTES},
 };
 
 /// Rows of weights in a panel: two vectors.
@@ -29,29 +26,9 @@ const PANEL: usize = 32;
 const PART: usize = 4 * PANEL;
 /// Lanes of a vector.
 const LANES: usize = 16;
-/// Activations that share a step.
-const BLOCK: usize = 32;
 /// Rows of activations multiplied at a time. With two vectors of integer sums and two of float sums
 /// for each, all fit into registers.
 const ROWS: usize = 6;
-
-/// 32 activations as `D` digits each.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Activations<const D: usize> {
-    /// For each digit, lowest first: all activations, four to a word.
-    digits: [[i32; BLOCK / 4]; D],
-    step: f32,
-    /// Sum of the rounded activations.
-    sum: f32,
-    /// Corrections that make a zero code count as 0, for the first and second half. If the block
-    /// has one scale, the first entry holds both.
-    corrections: [i32; 2],
-}
-
-impl<const D: usize> Activations<D> {
-    const EMPTY: Self = Self { digits: [[0; 8]; D], step: 0.0, sum: 0.0, corrections: [0; 2] };
-}
 
 /// 32 columns of a panel.
 #[derive(Clone, Copy)]
@@ -99,21 +76,23 @@ pub(super) fn project<F: Groups, const D: usize>(
 }
 
 /// Rounds all of `x` to digits.
-fn rounded<F: Groups, const D: usize>(x: &[f32], columns: usize) -> Vec<Activations<D>> {
+fn rounded<F: Groups, const D: usize>(x: &[f32], columns: usize) -> Vec<Block<D>> {
     // Not zeroed first: one thread would do it, in a twentieth of the total time.
-    let mut activations = Vec::<Activations<D>>::with_capacity(x.len() / BLOCK);
+    let mut activations = Vec::<Block<D>>::with_capacity(x.len() / BLOCK);
     let per_part = ((1 << 16) / columns).max(1) * columns;
     let parts = activations.spare_capacity_mut()[..x.len() / BLOCK].chunks_mut(per_part / BLOCK);
     in_parts(parts.zip(x.chunks(per_part)), x.len() >= 1 << 17, |(activations, x)| {
-        // SAFETY: the caller asserts that the processor has the instructions.
-        unsafe { round::<F, D>(x, activations) };
+        for (x, to) in x.as_chunks::<BLOCK>().0.iter().zip(activations) {
+            // SAFETY: the caller asserts that the processor has the instructions.
+            to.write(unsafe { round::<F, D>(x) });
+        }
     });
     // SAFETY: the parts cover all elements, and all of them have been written.
     unsafe { activations.set_len(x.len() / BLOCK) };
     activations
 }
 
-fn project_all<F: Groups, const D: usize>(x: &[Activations<D>], matrix: &Stacked<'_>) -> Vec<f32> {
+fn project_all<F: Groups, const D: usize>(x: &[Block<D>], matrix: &Stacked<'_>) -> Vec<f32> {
     let (layout, rows) = (matrix.layout(), matrix.rows());
     let n = x.len() * BLOCK / layout.columns();
     let mut out = Vec::<f32>::with_capacity(n * rows);
@@ -136,7 +115,7 @@ fn project_all<F: Groups, const D: usize>(x: &[Activations<D>], matrix: &Stacked
 /// Computes both halves of some rows and applies the gate before writing, so that the ungated
 /// products are never stored as a whole.
 fn project_gated<F: Groups, const D: usize>(
-    x: &[Activations<D>],
+    x: &[Block<D>],
     matrix: &Stacked<'_>,
     [gates, ups]: [&[u8]; 2],
     gate: Gate,
@@ -177,31 +156,6 @@ fn project_gated<F: Groups, const D: usize>(
     out
 }
 
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn round<F: Blocks, const D: usize>(x: &[f32], out: &mut [MaybeUninit<Activations<D>>]) {
-    for (x, to) in x.as_chunks::<BLOCK>().0.iter().zip(out) {
-        let mut out = Activations::EMPTY;
-        let (step, units) = step(x, LARGEST[D]);
-        let mut sums = [0; 2];
-        let mut sum = 0;
-        for (half, units) in units.into_iter().enumerate() {
-            for (digit, bytes) in digits::<D>(units).into_iter().enumerate() {
-                let to = &mut out.digits[digit][4 * half..][..4];
-                // SAFETY: the slice has 16 bytes.
-                unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), bytes) };
-                let total = _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(bytes));
-                sums[half] += total << (8 * digit);
-            }
-            sum += _mm512_reduce_add_epi32(units);
-        }
-        out.step = step;
-        out.sum = sum as f32 * step;
-        out.corrections = corrections::<F>(sums);
-        to.write(out);
-    }
-}
-
-/// A reusable panel.
 struct Panel<'a> {
     layout: &'a PackedLayout,
     columns: Vec<Columns>,
@@ -213,7 +167,6 @@ impl<'a> Panel<'a> {
         Self { layout, columns }
     }
 
-    /// Returns the number of panels in `blocks`.
     fn count(&self, blocks: &[u8]) -> usize {
         blocks.len().div_ceil(PANEL * self.layout.row_bytes())
     }
@@ -227,7 +180,7 @@ impl<'a> Panel<'a> {
         &mut self,
         blocks: &[u8],
         i: usize,
-        x: &[Activations<D>],
+        x: &[Block<D>],
         out: *mut f32,
         stride: usize,
     ) {
@@ -350,7 +303,7 @@ fn transpose(rows: &mut [__m512i; LANES]) {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn multiply_all<F: Groups, const D: usize>(
     panel: &[Columns],
-    x: &[Activations<D>],
+    x: &[Block<D>],
     out: *mut f32,
     stride: usize,
     there: usize,
@@ -382,7 +335,7 @@ unsafe fn multiply_all<F: Groups, const D: usize>(
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     panel: &[Columns],
-    x: &[Activations<D>],
+    x: &[Block<D>],
     out: *mut f32,
     stride: usize,
     there: usize,
