@@ -5,8 +5,8 @@ use crate::KvCacheConfig;
 
 /// Keys and values that one query row sees, as indices into the attended tensors.
 ///
-/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and `quantized_values_end`
-/// are quantized, the others are in float.
+/// The row sees the sinks and `begin..end`. Tokens before `quantized_keys_end` and
+/// `quantized_values_end` are quantized, the others are in float.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowView {
     /// The first key and value past the [sinks](StreamSpec::sinks) that the row sees.

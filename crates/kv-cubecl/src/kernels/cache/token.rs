@@ -31,7 +31,7 @@ pub(super) const fn runs(spec: &Option<QuantSpec>, head_dim: usize) -> usize {
     }
 }
 
-/// How the units of a side share its work.
+/// Division of the work on a side over units.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct SideUnits {
     /// Largest number of blocks of tokens that leave the residual; at least 1.
@@ -57,7 +57,7 @@ pub(super) struct TokenArgs {
 #[derive(CubeType)]
 struct Unit {
     slice: usize,
-    /// Which of the blocks of tokens that may leave, and which run of channels.
+    /// Index of the block among those that may leave, and of the run of channels.
     block: usize,
     group: usize,
     /// Channels of a run.

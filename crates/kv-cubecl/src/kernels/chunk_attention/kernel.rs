@@ -39,7 +39,7 @@ struct Block {
     first_row: usize,
 }
 
-/// A unit's run of tokens, of which it reads the keys.
+/// The run of tokens whose keys a unit reads.
 #[derive(CubeType)]
 struct KeyRun {
     /// First token, and one past the last, counted after the sinks.

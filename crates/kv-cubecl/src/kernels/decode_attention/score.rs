@@ -165,8 +165,8 @@ fn score_packed<N: Size>(
     }
 }
 
-/// Adds to `scores` `[rows, unit_tokens]`, from token `first` on, the products of a run of codes with
-/// a factor for each row.
+/// Adds the products of a run of codes with a factor for each row to `scores` `[rows,
+/// unit_tokens]`, from token `first` on.
 #[cube]
 fn add_codes(
     low: u32,

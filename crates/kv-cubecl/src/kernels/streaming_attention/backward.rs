@@ -13,13 +13,13 @@ pub(super) const KEYS_PER_CUBE: usize = 4;
 /// Query rows per step of [`keys_and_values`].
 const ROWS_PER_STEP: usize = 32;
 
-/// What the gradients are computed from.
+/// Inputs of the gradients.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct GradientInputs {
     pub(super) query: Box<[f32]>,
     /// The floats, then their restored form: `[2, slices, n, head_dim]` of keys.
     pub(super) keys: Box<[f32]>,
-    /// The same of values.
+    /// Values, in the same order.
     pub(super) values: Box<[f32]>,
     /// Gradient of the output.
     pub(super) grad: Box<[f32]>,
@@ -237,7 +237,8 @@ fn add_rows(
     }
 }
 
-/// The first row that sees the first key of a cube, and one past the last that sees one of its keys.
+/// Returns the first row that sees the first key of a cube, and one past the last row that sees one
+/// of its keys.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn rows_that_see(first_key: usize, args: &StreamArgs, #[comptime] window: bool) -> (usize, usize) {
