@@ -14,7 +14,7 @@ use burn::tensor::Device;
 use burn_kv::{
     cache::{Flex, Frames, On},
     eval::world::{LayerCaches, World, controls},
-    models::gamerft::CausvidPipeline,
+    world_model::CausvidPipeline,
 };
 use kv_world::{Frame, Input, Picture, Player, Wanderer, animation};
 

@@ -33,6 +33,7 @@
 //! | [`cache`] | | caches, their operations, backends as type parameters |
 //! | [`models`] | `models` | language models that take a cache: load, generate, save |
 //! | [`weights`] | `models` | matrices that stay packed: GGUF blocks, int4, int8, MXFP4 |
+//! | [`world_model`] | `models` | GameRFT, a world model with a cache of frames |
 //! | [`eval`] | `eval` | perplexity and divergence by cache, speed, memory plans |
 //! | [`train`] | `train` | fine-tuning for a cache: prepare, train, convert |
 //!
@@ -73,6 +74,8 @@ pub use kv_models as models;
 pub use kv_models::kv_weights as weights;
 #[cfg(feature = "train")]
 pub use kv_train as train;
+#[cfg(feature = "models")]
+pub use kv_world_model as world_model;
 
 /// The names that most programs need.
 pub mod prelude {

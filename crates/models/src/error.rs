@@ -254,11 +254,8 @@ impl Error {
         Self::Unsupported { what: what.into(), why: why.into() }
     }
 
-    pub(crate) fn argument(
-        field: &'static str,
-        value: impl ToString,
-        rule: impl Into<String>,
-    ) -> Self {
+    /// Creates an [`Error::Argument`].
+    pub fn argument(field: &'static str, value: impl ToString, rule: impl Into<String>) -> Self {
         Self::Argument { field, value: value.to_string(), rule: rule.into() }
     }
 

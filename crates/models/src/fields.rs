@@ -32,7 +32,7 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
 ///
 /// # Errors
 /// Returns [`Error::Config`] if the number is 0 or above 65536.
-pub(crate) fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
+pub fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
     match n_layers {
         1..=65_536 => Ok(n_layers),
         _ => Err(Error::config(path, field, n_layers, "must be between 1 and 65536")),

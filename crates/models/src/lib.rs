@@ -6,9 +6,6 @@
 //! quantized cache. Every pass names the format of its cache, for all layers or, with a
 //! [`ModelCacheConfig`], per layer.
 //!
-//! [`gamerft`] is a world model. It generates frames instead of tokens, and its cache is a ring of
-//! frames.
-//!
 //! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
 //! [`Family`]; [`register`] makes their families known to [`load()`].
 //!
@@ -40,10 +37,9 @@ mod error;
 mod exports;
 mod family;
 pub mod fields;
-mod files;
+pub mod files;
 mod float;
 mod footprint;
-pub mod gamerft;
 pub mod gemma3;
 pub mod generate;
 pub mod gguf;

@@ -5,11 +5,9 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use kv_cubecl::{KvCacheConfig, On, RunningCounters, Sides, Target};
-use kv_models::{
-    ModelCacheConfig,
-    gamerft::{Noised, Store, WorldCache},
-};
+use kv_models::ModelCacheConfig;
 use kv_world::Frame;
+use kv_world_model::{Noised, Store, WorldCache};
 use rayon::prelude::*;
 use serde::Serialize;
 

@@ -7,11 +7,9 @@ mod rollout;
 use std::{fs, path::Path};
 
 use burn::tensor::{Device, Tensor, TensorData};
-use kv_models::{
-    WeightDtype,
-    gamerft::{Controls, GameRft},
-};
+use kv_models::WeightDtype;
 use kv_world::{Codec, Frame, Input, Maze, Wanderer};
+use kv_world_model::{Controls, GameRft};
 use serde::{Deserialize, Serialize};
 
 pub use compare::{LayerCaches, LayerScales, WorldPoint, compare, compare_bytes, mean};

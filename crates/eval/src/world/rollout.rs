@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 use kv_cubecl::{Frames, KvCacheConfig};
-use kv_models::gamerft::{CausvidPipeline, WorldCache};
 use kv_world::Frame;
+use kv_world_model::{CausvidPipeline, WorldCache};
 
 use super::{Truth, World};
 use crate::{Error, Result};

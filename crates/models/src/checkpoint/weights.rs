@@ -175,7 +175,7 @@ impl Weights {
     ///
     /// # Errors
     /// Fails as [`begin`](Self::begin) does for names.
-    pub(crate) fn named(&mut self, names: &'static Names) -> Result<()> {
+    pub fn named(&mut self, names: &'static Names) -> Result<()> {
         let Names { family, prefix, layers, embedding, .. } = *names;
         self.names = Some(names);
         self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));

@@ -11,7 +11,11 @@ pub(crate) use parts::Part;
 
 use crate::error::{Error, Result};
 
-pub(crate) fn read_to_string(path: &Path) -> Result<String> {
+/// Reads a text file.
+///
+/// # Errors
+/// [`Error::NotFound`] or [`Error::Io`].
+pub fn read_to_string(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
         _ => Error::Io { path: path.into(), source },
@@ -19,7 +23,7 @@ pub(crate) fn read_to_string(path: &Path) -> Result<String> {
 }
 
 /// Returns indented JSON.
-pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
+pub fn pretty(value: &impl Serialize) -> Vec<u8> {
     // Only maps whose keys are not strings can fail, and none is written here.
     let mut bytes = serde_json::to_vec_pretty(value).unwrap_or_default();
     bytes.push(b'\n');
@@ -27,11 +31,14 @@ pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
 }
 
 /// Returns the error of a file that cannot be written.
-pub(crate) fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
+pub fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Write { path: path.into(), source }
 }
 
 /// Writes one file, completely or not at all.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Write`].
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     staged::write(path, bytes).map_err(failed(path))
 }

@@ -155,8 +155,11 @@ pub(super) fn outline(
     family.import(config, &mut weights).map(drop)
 }
 
-/// Opens the tensors of a folder without reading them.
-pub(crate) fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
+/// Opens the tensors of a Hugging Face folder without reading them.
+///
+/// # Errors
+/// An [`Error`] for a folder without weight files, or with files that cannot be read.
+pub fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
     let (format, files) = weight_files(folder)?;
     open_files(folder, format, &files, device)
 }

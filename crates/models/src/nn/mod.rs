@@ -6,7 +6,7 @@ mod bf16;
 mod expert_stack;
 #[cfg(feature = "flex")]
 mod few_rows;
-pub(crate) mod init;
+pub mod init;
 mod linear;
 mod low_rank;
 mod matrix;

@@ -28,7 +28,7 @@ use crate::{
     cache_config::{KV_CACHE_FILE, ModelCacheConfig},
     dtype::WeightDtype,
     error::{Error, Result},
-    exports::{Export, Values},
+    exports::{Export, Exports, Values},
     files::{failed, pretty, staged::stage},
     float::{Float, append, with_float},
     model::LanguageModel,
@@ -113,7 +113,7 @@ pub fn save(
     let config = configured(model, tokenizer, options, &folder.join("config.json"))?;
     fs::create_dir_all(folder).map_err(failed(folder))?;
     let dtype = options.dtype_of(model);
-    let weights = |path: &Path| write_weights(path, model.decoder().export().into_tensors(), dtype);
+    let weights = |path: &Path| write_weights(path, model.decoder().export(), dtype);
     write_folder(folder, model, tokenizer, &config, options.cache, weights)
 }
 
@@ -201,15 +201,15 @@ fn tokenizer_config(model: &LanguageModel, tokenizer: &Tokenizer) -> Value {
     })
 }
 
-/// Writes the weights for `path`, with one tensor at a time in host memory.
-pub(crate) fn write_weights(
-    path: &Path,
-    exports: Vec<Export>,
-    dtype: DType,
-) -> Result<NamedTempFile> {
+/// Writes weights as safetensors to a temporary file beside `path`, with one tensor at a time in
+/// host memory. The caller moves the file to `path`.
+///
+/// # Errors
+/// An [`Error`] for weights that cannot be read or a file that cannot be written.
+pub fn write_weights(path: &Path, exports: Exports, dtype: DType) -> Result<NamedTempFile> {
     let failure = RefCell::new(None);
     let failure = &failure;
-    let views = exports.into_iter().map(|Export { name, values }| {
+    let views = exports.into_tensors().into_iter().map(|Export { name, values }| {
         let shape = values.shape();
         (name.clone(), Weight { name, values, shape, dtype, path, failure })
     });

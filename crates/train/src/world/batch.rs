@@ -2,8 +2,8 @@
 
 use burn::tensor::{Device, Tensor, TensorData};
 use kv_eval::world::{World, controls};
-use kv_models::gamerft::Controls;
 use kv_world::{Frame, Input, Maze, Wanderer};
+use kv_world_model::Controls;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use rand_distr::StandardNormal;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kv_models::{gamerft, kv_cubecl::Frames};
+use kv_cubecl::Frames;
 use kv_world::Input;
 use serde::{Deserialize, Serialize};
 
@@ -144,8 +144,8 @@ impl WorldConfig {
     }
 
     /// The model's configuration.
-    pub fn model(&self) -> gamerft::Config {
-        gamerft::Config {
+    pub fn model(&self) -> kv_world_model::Config {
+        kv_world_model::Config {
             n_layers: self.layers,
             n_heads: self.heads,
             d_model: self.d_model,

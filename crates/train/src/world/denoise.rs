@@ -1,10 +1,8 @@
 //! Noisy frames, frames that the model generates itself, and the loss of both.
 
 use burn::tensor::{Tensor, TensorData};
-use kv_models::{
-    gamerft::{Controls, GameRft, Noised},
-    kv_cubecl::KvCacheConfig,
-};
+use kv_cubecl::KvCacheConfig;
+use kv_world_model::{Controls, GameRft, Noised};
 use rand::{RngExt, rngs::Xoshiro256PlusPlus};
 
 use super::batch::{CONTEXT, Noisy, random_mask};

@@ -8,11 +8,9 @@ use burn_optim::{
     GradientsAccumulator, GradientsParams, ModuleOptimizer,
     lr_scheduler::module_lr_scheduler::ModuleLrScheduler,
 };
+use kv_cubecl::{Frames, KvCacheConfig};
 use kv_eval::world::{RolloutPlan, Truth, World, psnr, roll_out};
-use kv_models::{
-    gamerft::{GameRft, Noised},
-    kv_cubecl::{Frames, KvCacheConfig},
-};
+use kv_world_model::{GameRft, Noised};
 use rayon::prelude::*;
 
 use super::{

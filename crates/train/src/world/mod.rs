@@ -14,13 +14,11 @@ use std::{
 
 use burn::{module::Module, tensor::Device};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
+use kv_cubecl::{On, Target};
 use kv_eval::world::World;
-use kv_models::{
-    Roles,
-    gamerft::{self, GameRft},
-    kv_cubecl::{On, Target},
-};
+use kv_models::Roles;
 use kv_world::{Codec, Frame, Maze, Wanderer};
+use kv_world_model::GameRft;
 
 pub use config::WorldConfig;
 pub use history::{WorldHistory, WorldStep, WorldValid};
@@ -239,7 +237,7 @@ pub fn checkpointed_world<T: Target>(
 fn start_from(folder: &Path, config: &WorldConfig, device: &Device) -> Result<World> {
     let world = World::load(folder, device)?;
     let (found, wanted) = (world.model.config(), config.model());
-    let of_model = |field, of: fn(&gamerft::Config) -> u64| (field, of(&wanted), of(found));
+    let of_model = |field, of: fn(&kv_world_model::Config) -> u64| (field, of(&wanted), of(found));
     for (field, value, found) in [
         ("maze", config.maze, world.maze_seed),
         ("patch", config.patch as u64, (Frame::SIZE / world.codec.latent_size()) as u64),

@@ -20,12 +20,12 @@ use kv_eval::{
     },
 };
 use kv_eval_models::WORLD;
-use kv_models::gamerft::Config;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
 };
 use kv_world::{Frame, Picture};
+use kv_world_model::Config;
 use serde::Serialize;
 
 use crate::{

@@ -3,8 +3,8 @@
 use burn::tensor::Device;
 use kv_cubecl::{FrameCache, FrameConfig, Frames, KvCacheConfig};
 
-use super::{GameRft, WorldCache, cache};
-use crate::Result;
+use crate::{GameRft, WorldCache, cache};
+use kv_models::Result;
 
 impl GameRft {
     /// Allocates an empty cache for `batch` streams. Global layers keep `ring` frames, including

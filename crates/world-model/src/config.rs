@@ -6,7 +6,7 @@ use kv_cubecl::Frames;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::{
+use kv_models::{
     ConfigJson, Error, Result,
     fields::{head_dim, layers, required, sizes},
 };

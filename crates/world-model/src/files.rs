@@ -4,11 +4,11 @@ use std::{fs, path::Path};
 
 use burn::tensor::{DType, Device};
 
-use super::{
+use crate::{
     Block, Config, ControlEmbedding, GameRft, Mlp,
     embed::{CONTROL_WIDTH, LEVEL_WIDTH, MOUSE_WIDTH},
 };
-use crate::{
+use kv_models::{
     Result, WeightDtype,
     checkpoint::{Exports, Names, Weights},
     files::{failed, pretty, read_to_string, write},
@@ -185,7 +185,7 @@ impl GameRft {
         let dtype = dtype.dtype().unwrap_or(DType::F32);
         fs::create_dir_all(folder).map_err(failed(folder))?;
         let path = folder.join("model.safetensors");
-        let weights = write_weights(&path, self.exports().into_tensors(), dtype)?;
+        let weights = write_weights(&path, self.exports(), dtype)?;
         weights.persist(&path).map_err(|error| failed(&path)(error.error))?;
         write(&folder.join("config.json"), &pretty(&self.config.to_json()))
     }

@@ -2,8 +2,8 @@
 
 use kv_cubecl::{CacheShape, FrameCache, Frames, MemoryBytes};
 
-use super::Config;
-use crate::{Error, Result};
+use crate::Config;
+use kv_models::{Error, Result};
 
 /// The use of a cache in a forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum Store {
     Rewrite,
 }
 
-/// The frames that a [`GameRft`](super::GameRft) has seen, a ring for each layer. Local layers have
+/// The frames that a [`GameRft`](crate::GameRft) has seen, a ring for each layer. Local layers have
 /// short rings.
 #[derive(Clone, Debug)]
 pub struct WorldCache {
@@ -35,14 +35,14 @@ impl WorldCache {
         self.layers.first().map_or(Frames(0), FrameCache::written)
     }
 
-    /// Returns the noise level of all stored frames. A [`CausvidPipeline`](super::CausvidPipeline)
+    /// Returns the noise level of all stored frames. A [`CausvidPipeline`](crate::CausvidPipeline)
     /// sets it. Returns `None` for a cache without frames, and after
-    /// [`GameRft::step`](super::GameRft::step) until [`with_level`](Self::with_level) sets it.
+    /// [`GameRft::step`](crate::GameRft::step) until [`with_level`](Self::with_level) sets it.
     pub fn level(&self) -> Option<f32> {
         self.level
     }
 
-    /// Sets the noise level, from 0 to 1, of frames that [`GameRft::step`](super::GameRft::step)
+    /// Sets the noise level, from 0 to 1, of frames that [`GameRft::step`](crate::GameRft::step)
     /// stored. The host has not read it.
     ///
     /// # Errors

@@ -5,15 +5,13 @@
 //! A frame is a square of latent pixels, one token each. The tokens of a frame see one another and
 //! the frames of a window before it, which is short in most layers. The input is frames `x = (1
 //! - t) picture + t noise` with their noise levels t, and the output is `noise - picture` (a
-//!   rectified flow). A world model has no vocabulary, so it is not a [`Decoder`](crate::Decoder),
+//!   rectified flow). A world model has no vocabulary, so it is not a [`Decoder`](kv_models::Decoder),
 //!   but it uses the same `nn` and `checkpoint`.
 //!
 //! ```no_run
 //! use burn::tensor::Device;
-//! use kv_models::{
-//!     gamerft::{CausvidPipeline, Controls, GameRft},
-//!     kv_cubecl::Frames,
-//! };
+//! use kv_cubecl::Frames;
+//! use kv_world_model::{CausvidPipeline, Controls, GameRft};
 //!
 //! # fn main() -> kv_models::Result<()> {
 //! let device = Device::default();

@@ -9,13 +9,13 @@ use kv_cubecl::{
 };
 use tracing::trace;
 
-use super::{
+use crate::{
     Config, ControlEmbedding, Mlp, Noised, Store, WorldCache,
     cache::check_layers,
     embed::{LEVEL_WIDTH, waves},
     rope::FrameRope,
 };
-use crate::{
+use kv_models::{
     Result,
     nn::{Linear, unit_rms},
     spans::LAYER,
@@ -100,7 +100,7 @@ impl GameRft {
     /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
-    /// Fails with [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on
+    /// Fails with [`Error::Argument`](kv_models::Error::Argument) for tensors of other shapes or on
     /// another device than the model, and as [`frame_attention`] does.
     pub fn forward(&self, input: Noised, format: KvCacheConfig) -> Result<Tensor<5>> {
         let formats = vec![format; self.layers.len()];
@@ -112,7 +112,7 @@ impl GameRft {
     ///
     /// # Errors
     /// Fails as [`forward`](Self::forward) does, and with
-    /// [`Error::Argument`](crate::Error::Argument) for another number of formats.
+    /// [`Error::Argument`](kv_models::Error::Argument) for another number of formats.
     pub fn forward_with(
         &self,
         input: Noised,
@@ -137,7 +137,7 @@ impl GameRft {
     /// - output: that of [`Noised::x`], f32
     ///
     /// # Errors
-    /// Fails with [`Error::Argument`](crate::Error::Argument) for tensors of other shapes or on
+    /// Fails with [`Error::Argument`](kv_models::Error::Argument) for tensors of other shapes or on
     /// another device than the model, and for a cache of another model; and as
     /// [`FrameCache`](kv_cubecl::FrameCache) does. The cache is then unchanged.
     pub fn step(&self, input: Noised, cache: &mut WorldCache, store: Store) -> Result<Tensor<5>> {

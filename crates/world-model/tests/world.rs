@@ -1,25 +1,56 @@
 //! The tiny world model equals the authors' code, in parallel and with a ring of frames.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-mod common;
-
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use common::{copy, device, f32s, golden_in, max_difference};
-use kv_models::{
-    WeightDtype,
-    gamerft::{CausvidPipeline, Controls, GameRft, Noised, Store, WorldCache},
-    kv_cubecl::{Frames, KvCacheConfig},
-};
+use kv_cubecl::{Frames, KvCacheConfig};
+use kv_models::WeightDtype;
+use kv_world_model::{CausvidPipeline, Controls, GameRft, Noised, Store, WorldCache};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 fn world() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/world/gamerft-tiny")
+}
+
+/// Returns the golden models of the project, or of the folder `KV_GOLDEN`.
+fn golden() -> Vec<PathBuf> {
+    let root = std::env::var_os("KV_GOLDEN").map_or_else(
+        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden")),
+        PathBuf::from,
+    );
+    let entries = fs::read_dir(root.join("world")).unwrap().map(|entry| entry.unwrap().path());
+    let folders: Vec<_> =
+        entries.filter(|path| path.join("expected.safetensors").is_file()).collect();
+    assert!(!folders.is_empty(), "{} holds no world model", root.display());
+    folders
+}
+
+fn device() -> Device {
+    Device::flex()
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+fn max_difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
+    assert_eq!(a.dims(), b.dims());
+    (a - b).abs().max().into_scalar::<f32>()
+}
+
+/// Returns a writable copy of a folder.
+fn copy(folder: &Path) -> tempfile::TempDir {
+    let to = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        fs::write(to.path().join(entry.file_name()), fs::read(entry.path()).unwrap()).unwrap();
+    }
+    to
 }
 
 /// The inputs and outputs of the authors' code.
@@ -80,7 +111,7 @@ fn stream(folder: &Path, format: KvCacheConfig, device: &Device) -> (Tensor<5>, 
 
 fn check_golden(device: &Device) {
     let float = KvCacheConfig::float();
-    for folder in golden_in("world") {
+    for folder in golden() {
         let expected = Expected::of(&folder, device);
         let model = GameRft::load(&folder, device).unwrap();
         let parallel = model.forward(expected.input(), float).unwrap();

@@ -7,8 +7,8 @@ use burn::{
     tensor::{Tensor, TensorData, activation},
 };
 
-use super::Controls;
-use crate::nn::Linear;
+use crate::Controls;
+use kv_models::nn::Linear;
 
 /// The width of the sinusoidal embedding of a noise level.
 pub(super) const LEVEL_WIDTH: usize = 512;

@@ -4,7 +4,7 @@ use core::f64::consts::PI;
 
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::Config;
+use crate::Config;
 
 /// The cosines and sines of the tokens of consecutive frames, `[1, 1, tokens, head_dim / 2]` each.
 #[derive(Clone, Debug)]

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::Config;
-use crate::{Error, Result};
+use crate::Config;
+use kv_models::{Error, Result};
 
 /// The player's input in each frame, in f32, f16 or bf16.
 #[derive(Clone, Debug)]

@@ -5,11 +5,11 @@ use kv_cubecl::Frames;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use rand_distr::StandardNormal;
 
-use super::{
+use crate::{
     Controls, GameRft, Noised, Store, WorldCache,
     controls::{check_device, check_shape},
 };
-use crate::{Error, Result};
+use kv_models::{Error, Result};
 
 /// Plays a world model: computes a frame for each frame's controls.
 ///
