@@ -321,8 +321,8 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("start", json!(1.5), "expected usize"),
         ("side", json!("keys"), "start applies to both sides"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
-        ("format", json!(4), "or a start"),
-        ("cache", json!("k4v4"), "or a start"),
+        ("format", json!(4), "only one of cache, format and start"),
+        ("cache", json!("k4v4"), "only one of cache, format and start"),
         ("end", json!(64), "unknown field"),
     ] {
         let mut rule_of = json!({"layers": 0, "start": 64});

@@ -276,7 +276,7 @@ fn prompts_and_caches_that_do_not_fit_are_refused() {
     for (prompt, chunk, part) in [
         (&[1, 2][..], 8, "must begin with the 3 tokens"),
         (&[1, 2, 4, 5], 8, "must begin with the 3 tokens"),
-        (&[1, 2, 3], 8, "at least one token"),
+        (&[1, 2, 3], 8, "seq = 0: must be at least 1"),
         (&[1, 2, 3, 4], 0, "prefill_chunk = 0"),
         (&[1; 21][..], 8, "must begin with"),
     ] {

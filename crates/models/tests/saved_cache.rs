@@ -272,7 +272,7 @@ fn a_capacity_that_changes_rope_is_refused() {
     assert!(saved.restore(&model, config("float", 20), &on).is_ok());
     let longest = model.max_positions();
     let error = saved.restore(&model, config("float", longest), &on).unwrap_err().to_string();
-    assert_contains(&error, &["ropes.0", &format!("room for {longest} tokens")]);
+    assert_contains(&error, &["ropes.0", &format!("at capacity {longest};")]);
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn files_that_contradict_themselves_are_refused() {
         ("version", &|said, _| said["version"] = json!(3)),
         ("checkpoints at [31]", &|said, _| said["checkpoints"] = json!([31])),
         ("checkpoints at [9, 9]", &|said, _| said["checkpoints"] = json!([9, 9])),
-        ("not those of", &|said, _| said["checkpoints"] = json!([9])),
+        ("do not match", &|said, _| said["checkpoints"] = json!([9])),
         ("unknown field", &|said, _| said["more"] = json!(1)),
         ("missing field", &|said, _| drop(said.as_object_mut().unwrap().remove("ropes"))),
         ("sequences of", &|said, _| said["lens"] = json!([29])),
@@ -128,8 +128,10 @@ fn files_that_contradict_themselves_are_refused() {
             let layers = said["layers"].as_array_mut().unwrap();
             layers.iter_mut().for_each(|layer| layer["cache"]["capacity"] = json!(15));
         }),
-        ("room for 31 tokens", &|said, _| said["layers"][0]["cache"]["capacity"] = json!(31)),
-        ("not those of", &|said, _| {
+        ("capacity 31 for 30 saved tokens", &|said, _| {
+            said["layers"][0]["cache"]["capacity"] = json!(31)
+        }),
+        ("do not match", &|said, _| {
             let layer = said["layers"][0].clone();
             said["layers"].as_array_mut().unwrap().push(layer);
         }),
@@ -139,7 +141,7 @@ fn files_that_contradict_themselves_are_refused() {
             let n = layers.len();
             tensors.retain(|it| !it.0.starts_with(&format!("layers.{n}.")));
         }),
-        ("not those of", &|_, tensors| tensors.retain(|it| it.0 != "layers.0.keys")),
+        ("do not match", &|_, tensors| tensors.retain(|it| it.0 != "layers.0.keys")),
         ("not a list of U32", &|_, tensors| {
             of("layers.0.keys", tensors).1 = json!("F32");
         }),

@@ -287,10 +287,10 @@ fn wrong_inputs_change_nothing() {
         },
     };
     for (input, store, wanted) in [
-        (input(1, 1, 10), Store::Update, "buttons = [1, 1, 10]: must have the shape [1, 1, 11]"),
+        (input(1, 1, 10), Store::Update, "buttons = [1, 1, 10]: must have shape [1, 1, 11]"),
         (input(1, 2, 11), Store::Update, "frames = 2: must be 1"),
         (input(2, 1, 11), Store::Update, "cache = batch 1, "),
-        (input(1, 1, 11), Store::Rewrite, "cache = 0 frames: must hold the frame"),
+        (input(1, 1, 11), Store::Rewrite, "cache = 0 frames: must hold a frame"),
     ] {
         let error = model.step(input, &mut cache, store).unwrap_err().to_string();
         assert!(error.contains(wanted), "{error}");
@@ -361,7 +361,7 @@ fn a_frame_of_another_shape_is_refused() {
     let shapes: [[usize; 4]; 3] = [[2, 8, 4, 4], [1, 7, 4, 4], [1, 8, 4, 5]];
     for shape in shapes {
         let error = pipeline.see(Tensor::zeros(shape, &device), &controls).unwrap_err();
-        let wanted = format!("frame = {shape:?}: must have the shape [1, 8, 4, 4]");
+        let wanted = format!("frame = {shape:?}: must have shape [1, 8, 4, 4]");
         assert!(error.to_string().contains(&wanted), "{error}");
         assert_eq!(pipeline.frames(), Frames(0));
     }
