@@ -27,7 +27,7 @@ impl GameRft {
     /// output starts at 0.
     ///
     /// # Errors
-    /// Fails with [`Error::Config`](kv_models::Error::Config) for the first field that breaks a rule.
+    /// Returns [`Error::Config`](kv_models::Error::Config) for the first field that breaks a rule.
     pub fn init(config: Config, device: &Device) -> Result<Self> {
         config.check(Path::new("config.json"))?;
         let Config { d_model, channels, n_buttons, n_layers, .. } = config;
