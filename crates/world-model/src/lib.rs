@@ -3,10 +3,10 @@
 //! <https://github.com/Wayfarer-Labs/owl-wms>).
 //!
 //! A frame is a square of latent pixels, one token each. The tokens of a frame see one another and
-//! the frames of a window before it, which is short in most layers. The inputs are frames with their
-//! noise levels t, `x = (1 - t) picture + t noise`, and the output is `noise - picture` (a rectified
-//! flow). A world model has no vocabulary, so it is not a [`Decoder`](kv_models::Decoder), but it
-//! uses the same `nn` and `checkpoint`.
+//! the frames of a window before it, which is short in most layers. The inputs are frames with
+//! their noise levels t, `x = (1 - t) picture + t noise`, and the output is `noise - picture` (a
+//! rectified flow). A world model has no vocabulary, so it is not a
+//! [`Decoder`](kv_models::Decoder), but it uses the same `nn` and `checkpoint`.
 //!
 //! ```no_run
 //! use burn::tensor::Device;
