@@ -291,7 +291,7 @@ fn overflows_are_named() {
         assert!(fails(name, 64, 0, &[]).starts_with("batch 0: "));
     }
     assert!(fails("DeepSeek-V4-Pro", 64, 1, &["k2v2"]).contains("the formula has bf16, f32, fp8"));
-    assert!(fails("GPT-2", 64, 1, &["k3v3"]).contains("k3v3"));
+    assert!(fails("GPT-2", 64, 1, &["k5v5"]).contains("k5v5"));
     // A batch that exceeds every buffer has a row with the reason.
     let plan = plan(&preset("GPT-2", packed()), &request(1024, 1 << 30, &["float"])).unwrap();
     let why = plan.caches[0].why.as_ref().unwrap();
@@ -429,7 +429,7 @@ fn models_that_cannot_fit_are_refused_before_they_are_allocated() {
     let small = [&generate[..], &["--memory", "1M"]].concat();
     refused(&small, &["memory: ", "but --memory allows 1.0 MB: "]);
     refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "but --memory allows"]);
-    refused(&["ppl", "--text", &text, "--cache", "k3v3"], &["k3v3"]);
+    refused(&["ppl", "--text", &text, "--cache", "k5v5"], &["k5v5"]);
 }
 
 /// A model loads with exactly the memory of its plan, and fails with one byte less.

@@ -88,7 +88,7 @@ fn errors_are_one_line() {
     let inside = file.join("out");
     let (missing, inside) = (folder.path().join("none"), inside.to_str().unwrap());
     for (args, wanted) in [
-        (&["--cache", "k3v3"][..], "k3v3"),
+        (&["--cache", "k5v5"][..], "k5v5"),
         (&["--cache", "kint8vint8@0"], "must have a number of layers"),
         (&["--cache", "kint8vint8@99"], "selects more than the"),
         (&["--cache", "k4v4"], "residual_length 128: must be at most"),

@@ -18,14 +18,16 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 /// Returns caches with every format for keys and for values, flushes before and after attention, by
 /// groups and by blocks, sinks, and sliding windows.
 fn caches() -> Vec<String> {
-    let named = |format: &KvFormat| match format.is_grouped() {
-        true => (format.to_string(), "-g16"),
-        false => (format.to_string(), ""),
+    let named = |format: &KvFormat| match (format, format.is_grouped()) {
+        // 16 codes of 3 bits do not fill whole words.
+        (KvFormat::Affine3, _) => (format.to_string(), "-g32-r32"),
+        (_, true) => (format.to_string(), "-g16-r16"),
+        (_, false) => (format.to_string(), "-r16"),
     };
     let quantized = KvFormat::ALL.iter().filter(|format| format.is_quantized()).map(named);
     let mut names: Vec<String> = quantized
         .flat_map(|(side, group)| {
-            [format!("k{side}v16{group}-r16-s2"), format!("k{side}v{side}{group}-r16")]
+            [format!("k{side}v16{group}-s2"), format!("k{side}v{side}{group}")]
         })
         .collect();
     let more = [
@@ -77,7 +79,7 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     let model = &load(tiny(name), &on).unwrap().model;
     let mut caches = caches();
     let all = caches.len();
-    // These have blocks of 32 channels, or a residual longer than the model's sliding window.
+    // These have blocks or groups of 32 channels, or a residual longer than the model's sliding window.
     caches.retain(|cache| ModelCacheConfig::from(config(cache, 96)).validate(model).is_ok());
     assert_eq!(all - caches.len(), n_unfit, "{caches:?}");
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(name.len() as u64);
@@ -146,22 +148,22 @@ fn resumed_texts_of_gpt2() {
 
 #[test]
 fn resumed_texts_of_llama() {
-    resumed_texts_have_the_logits_of_one_run("llama-tiny", 6);
+    resumed_texts_have_the_logits_of_one_run("llama-tiny", 7);
 }
 
 #[test]
 fn resumed_texts_of_gemma3() {
-    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 1);
+    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 3);
 }
 
 #[test]
 fn resumed_texts_of_gpt_oss() {
-    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 1);
+    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 3);
 }
 
 #[test]
 fn resumed_texts_of_mistral() {
-    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 7);
+    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 9);
 }
 
 /// Prefill in chunks gives the same bits as a cache with the same chunks up to a checkpoint.

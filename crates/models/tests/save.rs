@@ -218,7 +218,7 @@ fn the_cache_is_loaded_or_rejected() {
     let text = serde_json::to_string(&good).unwrap();
     for (wrong, parts) in [
         (text.replace("group_size", "groop_size"), "group_size = missing"),
-        (text.replace("\"key_format\":2", "\"key_format\":3"), "key_format = 3"),
+        (text.replace("\"key_format\":2", "\"key_format\":5"), "key_format = 5"),
         (text.replace("{", "{\"extra\":1,"), "extra = 1: unknown field"),
         (text[..text.len() / 2].to_string(), "not a readable json file"),
     ] {

@@ -183,7 +183,7 @@ fn mistakes_are_one_line() {
     with("--text", &bad, &["line 2", "field `text` is missing"]);
     with("--text", &short, &["seq_len = 96", "need at least"]);
     with("--valid-text", &short, &["seq_len = 96", "need at least"]);
-    with("--cache", "k3v3", &["k3v3", "--cache"]);
+    with("--cache", "k5v5", &["k5v5", "--cache"]);
     with("--cache", "nowhere.toml", &["nowhere.toml: not found"]);
     let policy = world.string("policy.toml");
     fs::write(&policy, "[[rules]]\nlayers = \"0..9\"\nformat = \"int8\"").unwrap();
