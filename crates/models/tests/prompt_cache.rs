@@ -79,7 +79,7 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     let model = &load(tiny(name), &on).unwrap().model;
     let mut caches = caches();
     let all = caches.len();
-    // These have blocks or groups of 32 channels, or a residual longer than the model's sliding window.
+    // These have blocks or groups of 32 channels, or a residual longer than the sliding window.
     caches.retain(|cache| ModelCacheConfig::from(config(cache, 96)).validate(model).is_ok());
     assert_eq!(all - caches.len(), n_unfit, "{caches:?}");
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(name.len() as u64);
