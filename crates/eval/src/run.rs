@@ -28,7 +28,7 @@ impl PositionNll {
 /// The results of one cache over the whole text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Run {
-    /// The model's name; empty before [`Report::add`].
+    /// The model's name; empty before [`Report::add`](crate::Report::add).
     pub model: String,
     /// The cache's short name.
     pub cache: String,
@@ -49,8 +49,8 @@ pub struct Run {
     /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
     /// are not independent.
     pub nll_excess_stderr: f64,
-    /// `nll` in bits per byte of text; `None` before [`Report::add`], or if the bytes of the text
-    /// are not known.
+    /// `nll` in bits per byte of text; `None` before [`Report::add`](crate::Report::add), or if the
+    /// bytes of the text are not known.
     pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,

@@ -45,7 +45,7 @@ pub struct Grid {
     /// Units per cube.
     units: usize,
     /// True if the cubes exceed the limit of one axis and are spread over all three. Some cubes may
-    /// then have no work, and kernels compute their index by [`cube_at`].
+    /// then have no work, and kernels compute their index by [`fn@cube_at`].
     pub flat: bool,
     /// Type of the kernel's indices.
     pub address: AddressType,

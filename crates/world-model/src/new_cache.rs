@@ -27,8 +27,8 @@ impl GameRft {
     /// the first frames kept as `sinks`.
     ///
     /// # Errors
-    /// Fails as [`new_cache`](Self::new_cache) does, and with [`Error::Argument`] for another
-    /// number of formats.
+    /// Fails as [`new_cache`](Self::new_cache) does, and with
+    /// [`Error::Argument`](kv_models::Error::Argument) for another number of formats.
     pub fn new_cache_with(
         &self,
         formats: &[KvCacheConfig],

@@ -10,7 +10,8 @@ use cubecl_cpp::{
 
 use super::leave;
 
-/// CUDA C++ of `kernel` for compute capability 9.0, also [written](leave) to `name`.cu.
+/// CUDA C++ of `kernel` for compute capability 9.0, also written to `name`.cu in the folder
+/// that `KV_CUDA_SOURCE` names, if set.
 pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     let options = CompilationOptions {
         warp_size: 32,

@@ -1,7 +1,7 @@
 //! The code that NVIDIA's tools get of a kernel, generated without a GPU for tests to search.
 //!
-//! CubeCL's CUDA runtime compiles a kernel to PTX through LLVM ([`ptx`]) or, on request, writes
-//! CUDA C++ for NVIDIA's own compiler ([`cpp`]).
+//! CubeCL's CUDA runtime compiles a kernel to PTX through LLVM or, on request, writes
+//! CUDA C++ for NVIDIA's own compiler.
 
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 

@@ -36,7 +36,8 @@ pub fn properties(architecture: u32) -> Arc<DeviceProperties> {
     Arc::new(properties)
 }
 
-/// PTX of `kernel`, also [written](leave) to `name`.ARCHITECTURE.ptx.
+/// PTX of `kernel`, also written to `name`.ARCHITECTURE.ptx in the folder that
+/// `KV_CUDA_SOURCE` names, if set.
 ///
 /// Kernels with an exponential need the library of mathematical functions of CUDA's toolkit, in the
 /// folder that `CUDA_PATH` names.

@@ -54,7 +54,7 @@ impl Config {
     /// Checks a configuration that was made in code.
     ///
     /// # Errors
-    /// Fails with [`Error::Config`] naming the field as in `config.json`.
+    /// Fails with [`Error::Config`](crate::Error::Config) naming the field as in `config.json`.
     pub fn validate(&self) -> Result<()> {
         self.check(Path::new("llama config"))
     }
