@@ -11,7 +11,12 @@ pub use self::{
     prompt::{Checkpoints, PromptCache},
     saved::{SavedAs, SavedCache},
 };
-use crate::{Error, LayerSpec, ModelCacheConfig, ModelSpec, Result, nn::Rope};
+use crate::{
+    cache_config::ModelCacheConfig,
+    error::{Error, Result},
+    nn::Rope,
+    spec::{LayerSpec, ModelSpec},
+};
 
 /// One [`KvCache`] per layer; all of them hold the same tokens.
 ///

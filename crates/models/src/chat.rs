@@ -6,7 +6,10 @@ use minijinja::{Environment, ErrorKind, Value, context, syntax::SyntaxConfig, va
 use serde::{Deserialize, Serialize};
 use serde_json::ser::Formatter;
 
-use crate::{Error, Result, Tokenizer};
+use crate::{
+    error::{Error, Result},
+    tokenizer::Tokenizer,
+};
 
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

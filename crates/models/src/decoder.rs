@@ -9,9 +9,11 @@ use burn::{
 use serde_json::{Map, Value};
 
 use crate::{
-    ModelSpec, Pass, Result,
+    error::Result,
     exports::Exports,
     nn::{Linear, Matrix, PACKED},
+    pass::Pass,
+    spec::ModelSpec,
 };
 
 /// A decoder-only language model that takes its KV cache as a parameter.

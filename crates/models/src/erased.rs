@@ -15,7 +15,7 @@ use burn::{
     tensor::{Bool, Device, Int, Tensor},
 };
 
-use crate::Decoder;
+use crate::decoder::Decoder;
 
 /// A [`Decoder`] that is also a [`Module`], as a trait object.
 pub(crate) trait Erased: Any + Send + Sync {

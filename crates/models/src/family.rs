@@ -6,9 +6,10 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use crate::{
-    Error, LanguageModel, Result,
     checkpoint::Weights,
+    error::{Error, Result},
     gguf::{GgufNames, Metadata},
+    model::LanguageModel,
 };
 
 /// The fields of a `config.json`.

@@ -11,7 +11,13 @@ use burn::{
 };
 use kv_weights::WeightFormat;
 
-use crate::{Decoder, ModelSpec, Role, Roles, WeightDtype, erased::Erased, nn::PackedSize};
+use crate::{
+    decoder::{Decoder, Role, Roles},
+    dtype::WeightDtype,
+    erased::Erased,
+    nn::PackedSize,
+    spec::ModelSpec,
+};
 
 /// A decoder-only language model that takes its KV cache as a parameter: a [`Decoder`] of any type,
 /// as one Burn [`Module`].

@@ -7,9 +7,11 @@ use kv_cubecl::{FakeQuantOptions, KvMemory};
 use tracing::{trace, trace_span};
 
 use crate::{
-    LayerSpec, ModelCache, ModelCacheConfig, ModelSpec,
+    cache::ModelCache,
+    cache_config::ModelCacheConfig,
     nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows},
     spans::{LAYER, OPERATION},
+    spec::{LayerSpec, ModelSpec},
 };
 
 /// The [`Memory`] of every layer in one forward pass.

@@ -3,7 +3,12 @@
 use std::sync::{PoisonError, RwLock};
 
 use crate::{
-    Error, Family, Result, gemma3::Gemma3, gguf::GgufNames, gpt_oss::GptOss, gpt2::Gpt2,
+    error::{Error, Result},
+    family::Family,
+    gemma3::Gemma3,
+    gguf::GgufNames,
+    gpt_oss::GptOss,
+    gpt2::Gpt2,
     llama::Llama,
 };
 

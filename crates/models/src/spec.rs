@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 use kv_cubecl::{AttentionOptions, CacheShape, Sides};
 
 use crate::{
-    Result,
+    error::Result,
     nn::{Memory, QkNorms, Rope, RopeRows},
 };
 

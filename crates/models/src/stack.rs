@@ -20,12 +20,15 @@ pub use self::{
     sliding::SlidingConfig,
 };
 use crate::{
-    ConfigJson, Decoder, Family, JsonFields, LanguageModel, LayerSpec, ModelSpec, Pass, Result,
-    Role, Roles,
     checkpoint::{Exports, Names, Weights},
-    family::no_gguf,
+    decoder::{Decoder, Role, Roles},
+    error::Result,
+    family::{ConfigJson, Family, JsonFields, no_gguf},
     gguf::{GgufNames, Metadata},
+    model::LanguageModel,
     nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, init},
+    pass::Pass,
+    spec::{LayerSpec, ModelSpec},
 };
 
 /// The configuration of a family, read from a file or made in code.

@@ -11,8 +11,9 @@ use tracing::trace_span;
 
 use super::{ModelCache, check_context};
 use crate::{
-    Error, GenerateOptions, Generated, LanguageModel, Result,
-    generate::{decode, finish, ids_to_tensor, last_logits},
+    error::{Error, Result},
+    generate::{GenerateOptions, Generated, decode, finish, ids_to_tensor, last_logits},
+    model::LanguageModel,
     spans::PHASE,
 };
 

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::KvCache;
 
 use super::ModelCache;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 impl ModelCache {
     /// Returns a cache of the given sequences, in this order; see [`KvCache::select`].

@@ -18,7 +18,10 @@ use serde_json::{Map, Value};
 use strsim::osa_distance;
 
 use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule};
-use crate::{Error, Result, files};
+use crate::{
+    error::{Error, Result},
+    files,
+};
 
 /// The file beside the weights that contains the cache a model was trained with.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";

@@ -13,7 +13,10 @@ pub use self::{
     layers::Layers,
     rule::{LayerRule, Stores},
 };
-use crate::{Error, ModelSpec, Result};
+use crate::{
+    error::{Error, Result},
+    spec::ModelSpec,
+};
 
 /// The layer policy: the cache of every layer of a model. Its rules are applied in order, and later
 /// rules override earlier ones. Layers without a rule stay in float.

@@ -1,7 +1,7 @@
 //! Named policies, chosen by measurement: `docs/results/policy.md`.
 
 use super::ModelCacheConfig;
-use crate::Result;
+use crate::error::Result;
 
 /// The name and the file of each preset.
 const PRESETS: [(&str, &str); 3] = [

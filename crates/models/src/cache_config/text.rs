@@ -5,7 +5,10 @@ use core::{fmt, str::FromStr};
 use kv_cubecl::KvCacheConfig;
 
 use super::{LayerRule, Layers, ModelCacheConfig, Stores};
-use crate::{Error, ModelSpec, Result};
+use crate::{
+    error::{Error, Result},
+    spec::ModelSpec,
+};
 
 impl ModelCacheConfig {
     /// Returns a note for the user if layers of a model of `spec` with their own sliding window

@@ -8,13 +8,15 @@ use serde_json::{Map, Value, json};
 
 use super::names;
 use crate::{
-    ConfigJson, DecoderConfig, Error, ModelSpec, Result, SlidingConfig,
     checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
     fields::positive,
     gguf::{GgufNames, Metadata},
     nn::{Rope, RopeScaling},
     rope_config::RopeFields,
-    stack::Defaults,
+    spec::ModelSpec,
+    stack::{DecoderConfig, Defaults, SlidingConfig},
 };
 
 /// The configuration of a model, with all defaults filled in.

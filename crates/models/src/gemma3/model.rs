@@ -5,9 +5,11 @@ use burn::{module::Module, tensor::Tensor};
 
 use super::{Config, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
     checkpoint::Names,
+    decoder::Role,
+    error::Result,
     nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
 };
 
 /// Gemma 3, <https://arxiv.org/abs/2503.19786>.

@@ -7,7 +7,7 @@ use kv_cubecl::KvCacheConfig;
 use tracing::trace_span;
 
 use super::{DecodeGraph, GenerateOptions, generate};
-use crate::{LanguageModel, spans::PHASE};
+use crate::{model::LanguageModel, spans::PHASE};
 
 /// The prompt length. Prefill and decode use different kernels for matrix products.
 const PROMPT: usize = 48;

@@ -13,7 +13,12 @@ use super::{
     picker::{Picker, Waiting, pick_each},
     prefill,
 };
-use crate::{Error, LanguageModel, ModelCache, Result, spans::PHASE};
+use crate::{
+    cache::ModelCache,
+    error::{Error, Result},
+    model::LanguageModel,
+    spans::PHASE,
+};
 
 /// Continues several texts at once, one in each slot of the cache. Prompts are prefilled one after
 /// the other into free slots. All texts in slots take decode steps together, and a text that ends

@@ -8,7 +8,9 @@ use tracing::trace_span;
 
 use super::{ids_to_tensor, picker::read_ids};
 use crate::{
-    Error, LanguageModel, ModelCache, Result,
+    cache::ModelCache,
+    error::{Error, Result},
+    model::LanguageModel,
     spans::{OPERATION, PHASE, REPLAY},
 };
 

@@ -25,8 +25,11 @@ pub use stops::StopStrings;
 use tracing::trace_span;
 
 use crate::{
-    Error, LanguageModel, ModelCache, ModelSpec, Result,
+    cache::ModelCache,
+    error::{Error, Result},
+    model::LanguageModel,
     spans::{OPERATION, PHASE},
+    spec::ModelSpec,
 };
 
 /// The options of [`generate`]: limits, sampling, and how steps run.

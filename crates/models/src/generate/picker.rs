@@ -5,7 +5,10 @@ use kv_sampling::{Cursor, Draw};
 use tracing::trace_span;
 
 use super::{Sampler, Sampling, read};
-use crate::{Error, Result, spans::OPERATION};
+use crate::{
+    error::{Error, Result},
+    spans::OPERATION,
+};
 
 /// Picks the tokens of one text.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use kv_sampling::Draw;
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The parameters of sampling. A temperature of 0 picks the most likely token, the first of equals.
 /// Otherwise a token is drawn from those that pass all filters.

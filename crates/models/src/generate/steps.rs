@@ -4,7 +4,11 @@ use burn::tensor::{Device, Tensor};
 use kv_sampling::Draw;
 
 use super::{DecodeGraph, Sampling, ids_to_tensor, picker::Picker};
-use crate::{Error, LanguageModel, ModelCache, Result};
+use crate::{
+    cache::ModelCache,
+    error::{Error, Result},
+    model::LanguageModel,
+};
 
 /// The number of tokens from which graph capture saves more time than it takes.
 const RECORDED_TOKENS: usize = 80;

@@ -1,6 +1,6 @@
 //! [`StopStrings`]: strings that end a text.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Finds the first of several strings in a text that arrives in pieces of any length.
 ///

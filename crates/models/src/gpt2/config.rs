@@ -7,10 +7,13 @@ use serde_json::{Map, Value, json};
 
 use super::names::GGUF;
 use crate::{
-    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
     fields::{head_dim, positive, required, sizes},
     gguf::{GgufNames, Metadata},
+    spec::{LayerSpec, ModelSpec},
+    stack::DecoderConfig,
 };
 
 /// The MLP's nonlinearity.

@@ -7,9 +7,11 @@ use burn::{
 
 use super::{Activation, Config, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
     checkpoint::Names,
+    decoder::Role,
+    error::Result,
     nn::{LayerNorm, Linear, by_rows, in_f32},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
 };
 
 /// GPT-2, Radford et al. 2019.

@@ -7,13 +7,15 @@ use serde_json::{Map, Value, json};
 
 use super::names::GGUF;
 use crate::{
-    ConfigJson, DecoderConfig, Error, ModelSpec, Result, SlidingConfig,
     checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
     fields::{positive, required},
     gguf::{GgufNames, Metadata},
     nn::RopeScaling,
     rope_config::RopeFields,
-    stack,
+    spec::ModelSpec,
+    stack::{self, DecoderConfig, SlidingConfig},
 };
 
 /// The configuration of a model, with all defaults filled in.

@@ -7,8 +7,8 @@ use burn::{
 
 use super::config::{ALPHA, Config};
 use crate::{
-    Result,
     checkpoint::{ExpertRows, Exports, RowOrder, Weights},
+    error::Result,
     nn::{ExpertStack, Linear},
 };
 

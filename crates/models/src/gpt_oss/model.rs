@@ -7,9 +7,11 @@ use burn::{
 
 use super::{Config, Experts, names::NAMES};
 use crate::{
-    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
     checkpoint::{Exports, Names},
+    decoder::Role,
+    error::Result,
     nn::{Linear, RmsNorm, by_rows},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
 };
 
 /// gpt-oss, <https://arxiv.org/abs/2508.10925>.

@@ -5,9 +5,11 @@ use std::{collections::BTreeSet, path::Path};
 use serde_json::{Value, json};
 
 use crate::{
-    DecoderConfig, LayerSpec, Result,
+    error::Result,
     fields::{FULL, SLIDING},
     nn::RopeScaling,
+    spec::LayerSpec,
+    stack::DecoderConfig,
 };
 
 /// The configuration of a model, with all defaults filled in.

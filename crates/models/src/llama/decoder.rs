@@ -6,12 +6,15 @@ use serde_json::{Map, Value, json};
 
 use super::{Config, names, resolve::Raw};
 use crate::{
-    ConfigJson, DecoderConfig, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
     fields::{positive, sizes},
     gguf::{GgufNames, Metadata},
     nn::Rope,
     rope_config,
+    spec::{LayerSpec, ModelSpec},
+    stack::DecoderConfig,
 };
 
 impl DecoderConfig for Config {

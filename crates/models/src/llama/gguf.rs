@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use super::Config;
 use crate::{
-    DecoderConfig, LayerSpec, Result, checkpoint::Weights, fields, gguf::Metadata, rope_config,
+    checkpoint::Weights, error::Result, fields, gguf::Metadata, rope_config, spec::LayerSpec,
+    stack::DecoderConfig,
 };
 
 /// Every fourth layer of SmolLM3 has no rope, which its GGUF files do not contain.

@@ -7,10 +7,11 @@ use burn::{
 
 use super::{Config, config::Dialect, names::fused};
 use crate::{
-    DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, Result, Role,
     checkpoint::Names,
+    decoder::Role,
+    error::Result,
     nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
-    stack::LLAMA_NAMES,
+    stack::{DecoderLayer, DecoderStack, LLAMA_NAMES, LayerContext, LayerSource, LayerVisitor},
 };
 
 /// A model of the Llama family, <https://arxiv.org/abs/2302.13971>.

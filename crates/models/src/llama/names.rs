@@ -1,7 +1,7 @@
 //! The tensor names of the Llama family.
 
 use super::Config;
-use crate::{LayerSpec, gguf::GgufNames, stack::LLAMA_GGUF};
+use crate::{gguf::GgufNames, spec::LayerSpec, stack::LLAMA_GGUF};
 
 /// A projection: its modules with their numbers of rows.
 pub(super) type Parts = Vec<(&'static str, usize)>;

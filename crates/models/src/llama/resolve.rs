@@ -6,10 +6,12 @@ use serde::Deserialize;
 
 use super::Config;
 use crate::{
-    DecoderConfig, Error, LayerSpec, Result,
+    error::{Error, Result},
     fields::{self, SLIDING, full_layers, required},
     nn::RopeScaling,
     rope_config::{self, RopeFields},
+    spec::LayerSpec,
+    stack::DecoderConfig,
 };
 
 /// The fields that old and new versions of the transformers library write.

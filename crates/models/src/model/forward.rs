@@ -6,10 +6,12 @@ use tracing::trace_span;
 
 use super::LanguageModel;
 use crate::{
-    Error, ModelCache, ModelCacheConfig, Pass, Result,
-    cache::check_context,
+    cache::{ModelCache, check_context},
+    cache_config::ModelCacheConfig,
+    error::{Error, Result},
     generate::ids_to_tensor,
     nn::AttentionObserver,
+    pass::Pass,
     spans::{OPERATION, PASS},
 };
 

@@ -8,8 +8,8 @@ use burn::{
 };
 
 use crate::{
-    Result,
     checkpoint::{Exports, Weights},
+    error::Result,
     nn::{LayerNorm, Matrix, RmsNorm},
 };
 

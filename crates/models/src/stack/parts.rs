@@ -4,8 +4,9 @@ use burn::{module::Module, tensor::Device};
 
 use super::norm::FinalNorm;
 use crate::{
-    Error, Result, Role, Roles,
     checkpoint::{Exports, Weights},
+    decoder::{Role, Roles},
+    error::{Error, Result},
     nn::{Linear, QkNorms, RmsNorm, init},
 };
 

@@ -6,12 +6,14 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    ConfigJson, Error, LayerSpec, ModelSpec, Result,
     checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
     fields::{DecoderSizes, full_layers, layers, positive, required},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
     rope_config,
+    spec::{LayerSpec, ModelSpec},
 };
 
 /// The fields that Gemma 3 and gpt-oss have in common, with all defaults filled in.

@@ -2,7 +2,11 @@
 
 use burn::tensor::TensorData;
 
-use crate::{Error, LanguageModel, Result, checkpoint::Export};
+use crate::{
+    checkpoint::Export,
+    error::{Error, Result},
+    model::LanguageModel,
+};
 
 /// Computes a checksum of the names and shapes of all weights, of all vectors, and of some rows of
 /// every matrix. It distinguishes models that were trained differently, without reading all

@@ -4,7 +4,12 @@ use kv_cubecl::KvCacheConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    LanguageModel, LayerSpec, ModelCacheConfig, ModelSpec, Result, chat::Message, nn::Rope,
+    cache_config::ModelCacheConfig,
+    chat::Message,
+    error::Result,
+    model::LanguageModel,
+    nn::Rope,
+    spec::{LayerSpec, ModelSpec},
 };
 
 /// The version that is written. Version 1, which has no checkpoints, is also read.

@@ -30,7 +30,13 @@ use super::{
     ModelCache,
     prompt::{Checkpoint, Checkpoints, PromptCache, kept, kept_shape},
 };
-use crate::{Error, LanguageModel, ModelCacheConfig, Result, chat::Message, gguf::map};
+use crate::{
+    cache_config::ModelCacheConfig,
+    chat::Message,
+    error::{Error, Result},
+    gguf::map,
+    model::LanguageModel,
+};
 
 /// The key of the metadata.
 const KEY: &str = "kv_cache";

@@ -15,8 +15,9 @@ use super::{
     header::{Header, Layer, Maker, RopeMark, VERSION},
 };
 use crate::{
-    Error, LanguageModel, Result,
+    error::{Error, Result},
     files::failed,
+    model::LanguageModel,
     save::file::{TensorFile, TensorId},
 };
 
