@@ -90,7 +90,7 @@ impl KvMemory<'_> {
     }
 
     /// Returns whether [`attend_with_rope`](Self::attend_with_rope) accepts one token here.
-    pub fn turns_tokens(&self) -> bool {
+    pub fn applies_rope(&self) -> bool {
         matches!(self, Self::Cached(_) | Self::At(..))
     }
 
@@ -99,7 +99,7 @@ impl KvMemory<'_> {
     ///
     /// # Errors
     /// Those of [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and
-    /// [`Error::Unsupported`] for a memory that does not [turn tokens](Self::turns_tokens).
+    /// [`Error::Unsupported`] for a memory that does not [apply rope](Self::applies_rope).
     pub fn attend_with_rope(
         self,
         query: Tensor<4>,

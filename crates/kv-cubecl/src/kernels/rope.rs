@@ -9,9 +9,9 @@ use crate::Result;
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Rope {
     pub(crate) table: ComptimeOption<Box<[f32]>>,
-    /// Positions of the table, at least 1; those past the last turn like it.
+    /// Positions of the table, at least 1; those past the last count as it.
     pub(crate) positions: usize,
-    /// Channels that turn with another one, at least 1.
+    /// Pairs of channels, at least 1.
     pub(crate) half: usize,
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn apply_rope<F: Float>(
 }
 
 #[cube(launch, address_type = "dynamic")]
-fn turn_rows(
+fn rope_rows(
     x: &[f32],
     output: &mut [f32],
     rope: Rope,
@@ -83,7 +83,7 @@ fn turn_rows(
     }
 }
 
-/// Turns the rows of `x`, f32 `[rows, head_dim]` of `n` elements, all at one position.
+/// Applies rope to the rows of `x`, f32 `[rows, head_dim]` of `n` elements, all at one position.
 pub(crate) fn launch_rope(
     client: &Client,
     x: BufferArg,
@@ -94,7 +94,7 @@ pub(crate) fn launch_rope(
     position: usize,
 ) -> Result<()> {
     let grid = elementwise(client, "rope", n, n.max(rope.positions * rope.rotary_dim))?;
-    turn_rows::launch(
+    rope_rows::launch(
         client,
         grid.count(),
         grid.dim(),

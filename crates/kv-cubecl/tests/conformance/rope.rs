@@ -119,7 +119,7 @@ fn check<T: Target>(
 
 fn a_counted_token_gets_rope<T: Target>(on: &On<T>) {
     check(on, |cache, [q, k, v], _, rope| {
-        assert!(KvMemory::Cached(cache).turns_tokens());
+        assert!(KvMemory::Cached(cache).applies_rope());
         KvMemory::Cached(cache).attend_with_rope(q, k, v, rope, None).unwrap().output
     });
 }
@@ -225,7 +225,7 @@ fn wrong_tables_are_refused<T: Target>(on: &On<T>) {
     assert!(error.contains("must be one token"), "{error}");
     let [q, k, v] = text.tokens(0..1).on(on);
     let ragged = KvMemory::Ragged(&mut cache, &[1]);
-    assert!(!ragged.turns_tokens());
+    assert!(!ragged.applies_rope());
     let error = ragged.attend_with_rope(q, k, v, &rope, None).unwrap_err().to_string();
     assert!(error.contains("apply rope to query and key first"), "{error}");
     assert!(snapshot(&cache) == before, "a refused call wrote");

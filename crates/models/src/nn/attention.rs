@@ -108,7 +108,7 @@ impl<'a> Memory<'a> {
     /// Returns the table for [`attend_with_rope`](Self::attend_with_rope) if that serves queries
     /// and keys of `dtype`.
     pub(crate) fn rope_table<'r>(&self, rope: &'r RopeRows, dtype: DType) -> Option<&'r RopeTable> {
-        let applies = self.observer.is_none() && self.kv.turns_tokens() && dtype == DType::F32;
+        let applies = self.observer.is_none() && self.kv.applies_rope() && dtype == DType::F32;
         rope.table().filter(|_| applies)
     }
 
