@@ -52,7 +52,7 @@ impl Screen {
     /// [`print`](Self::print) of `text` and the end of the line.
     ///
     /// # Errors
-    /// Those of [`print`](Self::print).
+    /// As [`print`](Self::print).
     pub fn line(self, text: impl Display) -> Result<bool> {
         self.print(format_args!("{text}\n"))
     }

@@ -44,7 +44,7 @@ pub struct Run {
     pub nll: f64,
     /// Standard error of `nll`, taking tokens as independent.
     pub nll_stderr: f64,
-    /// Mean of each token's `nll` less that of the same token in the float run.
+    /// Mean over all tokens of `nll` minus the `nll` of the float run.
     pub nll_excess: f64,
     /// Standard error of `nll_excess`, computed from blocks of tokens, because neighboring tokens
     /// are not independent.

@@ -77,7 +77,7 @@ impl FrameConfig {
     /// Returns the bytes that a cache of this shape allocates, by part.
     ///
     /// # Errors
-    /// Those of [`validate`](Self::validate).
+    /// As [`validate`](Self::validate).
     pub fn memory_bytes(&self, shape: CacheShape) -> Result<MemoryBytes> {
         Ok(self.ring(shape)?.layout.memory_bytes())
     }

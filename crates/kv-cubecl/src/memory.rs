@@ -46,7 +46,7 @@ impl KvMemory<'_> {
     /// - output: the shape of `query`
     ///
     /// # Errors
-    /// Those of [`streaming_attention_with`], [`KvCache::attend`], [`KvCache::attend_ragged`] and
+    /// As [`streaming_attention_with`], [`KvCache::attend`], [`KvCache::attend_ragged`] and
     /// [`KvCache::attend_at`].
     pub fn attend(self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.attend_with_sinks(query, key, value, None)
@@ -56,7 +56,7 @@ impl KvMemory<'_> {
     /// them: see [`streaming_attention_with_sinks`].
     ///
     /// # Errors
-    /// Those of [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another
+    /// As [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another
     /// number of logits than query heads.
     pub fn attend_with_sinks(
         self,
@@ -98,7 +98,7 @@ impl KvMemory<'_> {
     /// the position encoding; rope is applied in the launches that append and attend.
     ///
     /// # Errors
-    /// Those of [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and
+    /// As [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and
     /// [`Error::Unsupported`] for a memory that does not [apply rope](Self::applies_rope).
     pub fn attend_with_rope(
         self,

@@ -33,7 +33,7 @@ impl Cursor {
     /// trial steps write nothing.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// As [`new`](Self::new).
     pub fn idle(texts: usize, ends: &[u32], device: &Device) -> Result<Self> {
         Self::at(&vec![0; texts], i32::MIN / 2, ends, device)
     }

@@ -68,7 +68,7 @@ impl HtmlReport {
     /// Adds a chart as inline SVG.
     ///
     /// # Errors
-    /// Those of [`Chart::svg`].
+    /// As [`Chart::svg`].
     pub fn chart(mut self, chart: &Chart) -> Result<Self> {
         self.body += &format!("<figure>\n{}</figure>\n", chart.svg()?);
         Ok(self)

@@ -68,7 +68,7 @@ impl KvCache {
     /// Sets how scores become weights, for all attention of this cache.
     ///
     /// # Errors
-    /// Those of [`AttentionOptions::validate`].
+    /// As [`AttentionOptions::validate`].
     pub fn with_options(self, options: AttentionOptions) -> Result<Self> {
         options.validate()?;
         Ok(Self { options, ..self })

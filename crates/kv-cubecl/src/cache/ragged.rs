@@ -54,7 +54,7 @@ impl KvCache {
     /// - `tokens`: one number for each sequence, 0 to m
     ///
     /// # Errors
-    /// Those of [`attend_ragged`](Self::attend_ragged).
+    /// As [`attend_ragged`](Self::attend_ragged).
     pub fn append_ragged(
         &mut self,
         key: Tensor<4>,

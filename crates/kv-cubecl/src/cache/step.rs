@@ -42,7 +42,7 @@ impl KvCache {
     /// and applies `rope` by the token's position. A position past the table uses its last row.
     ///
     /// # Errors
-    /// Those of [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels
+    /// As [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels
     /// than a key.
     pub fn attend_at_with_rope(
         &mut self,
@@ -63,7 +63,7 @@ impl KvCache {
     /// - as those of [`attend_at`](Self::attend_at)
     ///
     /// # Errors
-    /// Those of [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of
+    /// As [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of
     /// more channels than a key or of too few positions; the cache is then unchanged.
     pub fn attend_with_rope(
         &mut self,

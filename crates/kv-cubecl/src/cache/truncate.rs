@@ -74,7 +74,7 @@ impl KvCache {
     /// that number.
     ///
     /// # Errors
-    /// Those of [`exact`](Self::exact).
+    /// As [`exact`](Self::exact).
     pub fn cut_back(&mut self, sequence: usize, len: usize) -> Result<usize> {
         let exact = self.exact(sequence, len)?;
         self.lens[sequence] = exact;

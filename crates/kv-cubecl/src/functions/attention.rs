@@ -50,7 +50,7 @@ pub fn streaming_attention(
 /// Computes [`streaming_attention`] with options for the quantizer's gradient and for the softmax.
 ///
 /// # Errors
-/// Those of [`streaming_attention`].
+/// As [`streaming_attention`].
 pub fn streaming_attention_with(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -69,7 +69,7 @@ pub fn streaming_attention_with(
 /// log-sum-exp includes it, and gradients reach it.
 ///
 /// # Errors
-/// Those of [`streaming_attention`], and [`Error::Shape`] for another number of logits than query
+/// As [`streaming_attention`], and [`Error::Shape`] for another number of logits than query
 /// heads.
 pub fn streaming_attention_with_sinks(
     query: Tensor<4>,

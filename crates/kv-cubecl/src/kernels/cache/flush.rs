@@ -61,7 +61,7 @@ pub(super) fn flush_group<R: Float, C: Float>(
 }
 
 /// Quantizes tokens `first..last`, counted after the sinks, where each is quantized by itself and
-/// parameters share words: no other unit may write those of these tokens.
+/// parameters share words. No other unit may write the parameters of these tokens.
 #[cube]
 pub(super) fn flush_tokens<R: Float, C: Float>(
     floats: &[R],
