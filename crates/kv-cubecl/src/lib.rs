@@ -50,6 +50,7 @@ mod shapes;
 mod sides;
 #[cfg(feature = "flex")]
 mod simd;
+pub mod sparse;
 mod target;
 mod training;
 

@@ -1,0 +1,117 @@
+//! Sparse attention of a whole sequence at once, with gradients.
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
+
+use super::{Compression, Selection, select::hidden_entries};
+use crate::{Error, Result};
+
+/// Query rows that are computed together.
+const ROWS: usize = 64;
+
+/// The compressed entries of a sequence, and which of them a token attends to.
+#[derive(Clone, Copy, Debug)]
+pub struct Compressed<'a> {
+    /// `[batch, 1, entries, head_dim]`.
+    pub entries: &'a Tensor<4>,
+    /// The tokens that an entry stands for.
+    pub compression: Compression,
+    /// The selected entries; `None` for all that a token sees.
+    pub selection: Option<&'a Selection>,
+}
+
+/// The options of [`sparse_attention`].
+#[derive(Clone, Debug)]
+pub struct SparseOptions {
+    /// Recent tokens that a query sees themselves, including its own.
+    pub sliding_window: usize,
+    /// The factor of scores; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// The learned sink of each head, `[n_heads]`.
+    pub sink_logits: Option<Tensor<1>>,
+}
+
+/// Attention of each token to recent tokens and to compressed entries, in one softmax, for a whole
+/// sequence with gradients (DeepSeek-V4, 2026). One row serves as key and value of all heads.
+///
+/// # Shapes
+/// - `query`: `[batch, n_heads, tokens, head_dim]`, after rope
+/// - `rows`: `[batch, 1, tokens, head_dim]`, the tokens' own keys and values, after rope
+/// - output: f32 `[batch, n_heads, tokens, head_dim]`
+///
+/// # Errors
+/// [`Error::Shape`] for tensors that do not fit.
+pub fn sparse_attention(
+    query: Tensor<4>,
+    rows: &Tensor<4>,
+    compressed: Option<Compressed<'_>>,
+    options: &SparseOptions,
+) -> Result<Tensor<4>> {
+    let op = "sparse_attention";
+    let ([batch, heads, tokens, width], device) = (query.dims(), query.device());
+    if rows.dims() != [batch, 1, tokens, width] {
+        let rule = format!("must be [{batch}, 1, {tokens}, {width}]");
+        return Err(Error::Shape { op, tensor: "rows", shape: rows.dims().to_vec(), rule });
+    }
+    let scale = options.scale.unwrap_or(1.0 / (width as f32).sqrt());
+    let query = query.cast(DType::F32) * scale;
+    let rows = rows.clone().cast(DType::F32);
+    let block = |first: usize| {
+        let count = ROWS.min(tokens - first);
+        let (begin, end) = ((first + 1).saturating_sub(options.sliding_window), first + count);
+        let query = query.clone().narrow(2, first, count);
+        let seen = rows.clone().narrow(2, begin, end - begin);
+        let scores = query.clone().matmul(seen.clone().swap_dims(2, 3));
+        let hidden = outside(first..end, begin..end, options.sliding_window, &device);
+        let mut scores = vec![scores.mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY)];
+        let mut values = vec![seen];
+        if let Some(compressed) = compressed {
+            let n = compressed.entries.dims()[2];
+            let entries = compressed.entries.clone().cast(DType::F32);
+            let dots = query.matmul(entries.clone().swap_dims(2, 3));
+            let hidden = match compressed.selection {
+                None => hidden_entries(first, count, n, compressed.compression, &device)
+                    .unsqueeze::<4>(),
+                Some(selection) => {
+                    let indices = selection.indices.clone().narrow(1, first, count);
+                    unselected(indices, n).unsqueeze_dim::<4>(1)
+                }
+            };
+            let dots = dots.mask_fill(hidden.expand([batch, heads, count, n]), f32::NEG_INFINITY);
+            scores.push(dots);
+            values.push(entries);
+        }
+        if let Some(sinks) = &options.sink_logits {
+            let sinks = sinks.clone().cast(DType::F32).reshape([1, heads, 1, 1]);
+            scores.push(sinks.expand([batch, heads, count, 1]));
+        }
+        let weights = activation::softmax(Tensor::cat(scores, 3), 3);
+        let values = Tensor::cat(values, 2);
+        let n = values.dims()[2];
+        weights.narrow(3, 0, n).matmul(values)
+    };
+    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(block).collect(), 2))
+}
+
+/// Returns which tokens of `keys` each token of `queries` does not see, `[queries, keys]`.
+fn outside(
+    queries: core::ops::Range<usize>,
+    keys: core::ops::Range<usize>,
+    sliding_window: usize,
+    device: &Device,
+) -> Tensor<2, Bool> {
+    let shape = [queries.len(), keys.len()];
+    let hidden = queries.flat_map(|t| keys.clone().map(move |k| k > t || t - k >= sliding_window));
+    Tensor::from_data(TensorData::new(hidden.collect::<Vec<bool>>(), shape), device)
+}
+
+/// Returns which of `n` entries are not among `indices` `[batch, tokens, top_k]`, as
+/// `[batch, tokens, n]`.
+fn unselected(indices: Tensor<3, Int>, n: usize) -> Tensor<3, Bool> {
+    let [batch, tokens, _] = indices.dims();
+    let device = indices.device();
+    // Column 0 stands for -1.
+    let ones = Tensor::<3>::ones(indices.dims(), &device);
+    let counts = Tensor::<3>::zeros([batch, tokens, n + 1], &device);
+    let counts = counts.scatter(2, indices + 1, ones, burn::tensor::IndexingUpdateOp::Add);
+    counts.narrow(2, 1, n).equal_elem(0.0)
+}

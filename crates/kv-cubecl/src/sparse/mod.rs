@@ -1,0 +1,22 @@
+//! Sparse attention over compressed entries, as in DeepSeek-V4 (2026).
+//!
+//! A layer keeps a sliding window of recent tokens, one row each that serves as key and value of
+//! all heads. Older tokens are compressed: every `ratio` tokens give one entry, a row like theirs.
+//! A query attends to its window and to entries in one softmax. With few entries it attends to all
+//! of them; otherwise an indexer, which has smaller keys for the entries, selects `top_k`.
+
+mod attention;
+mod compression;
+mod compressor;
+mod config;
+mod memory;
+mod rope;
+mod select;
+
+pub use attention::{Compressed, SparseOptions, sparse_attention};
+pub use compression::Compression;
+pub use compressor::{EntryCompressor, Gated, KeyCompressor};
+pub use config::{IndexConfig, RowFormat, SparseConfig};
+pub use memory::{Entries, SparseMemory, Visible};
+pub use rope::rope_pairs;
+pub use select::{IndexQuery, Selection, index_scores, select_entries};

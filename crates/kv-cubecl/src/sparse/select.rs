@@ -1,0 +1,126 @@
+//! [`Selection`]: the entries that an indexer selects for each token.
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
+
+use super::Compression;
+use crate::{Error, Result, error::invalid};
+
+/// Rows of scores that are computed together.
+const ROWS: usize = 64;
+
+/// The entries that each token attends to. It is computed by one layer, and others may use it.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    pub(super) indices: Tensor<3, Int>,
+}
+
+impl Selection {
+    /// Takes the numbers of the selected entries, `[batch, tokens, top_k]`, in any order; -1 where
+    /// a token sees fewer.
+    pub fn new(indices: Tensor<3, Int>) -> Self {
+        Self { indices }
+    }
+
+    /// Selects nothing.
+    pub(super) fn none(batch: usize, tokens: usize, device: &Device) -> Self {
+        Self::new(Tensor::full([batch, tokens, 1], -1, (device, DType::I32)))
+    }
+
+    /// Returns the numbers of the selected entries, `[batch, tokens, top_k]`; -1 where a token sees
+    /// fewer.
+    pub fn indices(&self) -> &Tensor<3, Int> {
+        &self.indices
+    }
+}
+
+/// The inputs of an indexer for some tokens.
+#[derive(Clone, Debug)]
+pub struct IndexQuery {
+    /// `[batch, index_heads, tokens, index_head_dim]`, after rope, and after the Hadamard transform
+    /// if keys have one.
+    pub query: Tensor<4>,
+    /// The weight of each head, `[batch, tokens, index_heads]`. It may be negative.
+    pub weights: Tensor<3>,
+}
+
+impl IndexQuery {
+    /// Checks the shapes against keys of `width` channels.
+    fn check(&self, op: &'static str, width: usize) -> Result<()> {
+        let [batch, heads, tokens, own_width] = self.query.dims();
+        if own_width != width {
+            let rule = format!("must have the {width} channels of the keys");
+            let shape = self.query.dims().to_vec();
+            return Err(Error::Shape { op, tensor: "query", shape, rule });
+        }
+        if self.weights.dims() != [batch, tokens, heads] {
+            let rule =
+                format!("must be [batch, tokens, index_heads], [{batch}, {tokens}, {heads}]");
+            let shape = self.weights.dims().to_vec();
+            return Err(Error::Shape { op, tensor: "weights", shape, rule });
+        }
+        Ok(())
+    }
+}
+
+/// Returns the score of every entry for every token, `sum_h weight_h * ReLU(query_h . key)`, f32
+/// `[batch, tokens, entries]`, with gradients (DeepSeek-V3.2, 2025; DeepSeek-V4, 2026). All heads
+/// read one key. Entries that a token does not see have scores, too.
+///
+/// # Shapes
+/// - `keys`: `[batch, 1, entries, index_head_dim]`
+///
+/// # Errors
+/// [`Error::Shape`] for a query that does not fit the keys.
+pub fn index_scores(index: &IndexQuery, keys: &Tensor<4>) -> Result<Tensor<3>> {
+    let ([batch, _, n, width], tokens) = (keys.dims(), index.query.dims()[2]);
+    index.check("index_scores", width)?;
+    let keys = keys.clone().cast(DType::F32).swap_dims(2, 3); // [batch, 1, width, n]
+    let rows = |first: usize| {
+        let count = ROWS.min(tokens - first);
+        let query = index.query.clone().narrow(2, first, count).cast(DType::F32);
+        let weights = index.weights.clone().narrow(1, first, count).cast(DType::F32);
+        let dots = activation::relu(query.matmul(keys.clone())); // [batch, heads, count, n]
+        // [batch, count, heads] -> [batch, heads, count, 1]
+        let weights = weights.swap_dims(1, 2).unsqueeze_dim::<4>(3);
+        (dots * weights).sum_dim(1).reshape([batch, count, n])
+    };
+    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(rows).collect(), 1))
+}
+
+/// Selects for each token the `top_k` entries with the highest scores among those that it sees.
+///
+/// # Shapes
+/// - `scores`: `[batch, tokens, entries]`, of tokens at positions `first..first + tokens`
+///
+/// # Errors
+/// [`Error::InvalidConfig`] for a `top_k` of 0.
+pub fn select_entries(
+    scores: Tensor<3>,
+    first: usize,
+    compression: Compression,
+    top_k: usize,
+) -> Result<Selection> {
+    if top_k == 0 {
+        return Err(invalid("top_k", 0, "must be at least 1"));
+    }
+    let ([_, tokens, n], device) = (scores.dims(), scores.device());
+    let hidden = hidden_entries(first, tokens, n, compression, &device);
+    let scores = scores.detach().mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY);
+    let (best, indices) = scores.topk_with_indices(top_k.min(n), 2);
+    Ok(Selection::new(indices.mask_fill(best.equal_elem(f32::NEG_INFINITY), -1)))
+}
+
+/// Returns which of `n` entries each token does not see, `[tokens, n]`.
+pub(super) fn hidden_entries(
+    first: usize,
+    tokens: usize,
+    n: usize,
+    compression: Compression,
+    device: &Device,
+) -> Tensor<2, Bool> {
+    let seen = (first..first + tokens).map(|t| compression.entries(t + 1) as i32);
+    let seen = TensorData::new(seen.collect::<Vec<_>>(), [tokens, 1]);
+    let seen = Tensor::<2, Int>::from_data(seen, (device, DType::I32));
+    let entry = Tensor::<1, Int>::arange(0..n as i64, (device, DType::I32)).unsqueeze::<2>();
+    entry.expand([tokens, n]).greater_equal(seen.expand([tokens, n]))
+}
