@@ -378,9 +378,9 @@ fn errors_name_the_value() {
     let error = Batch::new(&model, &mut cache, options.clone(), &device).unwrap_err();
     assert!(error.to_string().contains("must be empty for a new batch"), "{error}");
     cache.reset();
-    let recorded = GenerateOptions { recorded: Some(true), ..options.clone() };
-    let error = Batch::new(&model, &mut cache, recorded, &device).unwrap_err();
-    assert!(error.to_string().contains("recorded = true"), "{error}");
+    let captured = GenerateOptions { graph_capture: Some(true), ..options.clone() };
+    let error = Batch::new(&model, &mut cache, captured, &device).unwrap_err();
+    assert!(error.to_string().contains("graph_capture = true"), "{error}");
     let mut batch = Batch::new(&model, &mut cache, options, &device).unwrap();
     assert!(batch.push(&[]).is_err());
     let error = batch.push(&[1; 11]).unwrap_err().to_string();
