@@ -159,18 +159,18 @@ fn continued(
     for (i, prompt) in prompts.iter().enumerate() {
         assert_eq!(batch.push(prompt).unwrap(), i);
     }
-    let (mut told, mut ended) = (vec![vec![]; prompts.len()], vec![None; prompts.len()]);
+    let (mut received, mut ended) = (vec![vec![]; prompts.len()], vec![None; prompts.len()]);
     let mut going = 0;
     while let Some(event) = batch.next_event().unwrap() {
         match event {
             Event::Token { text, id } => {
                 assert!(ended[text].is_none(), "a token after the end of text {text}");
-                going += usize::from(told[text].is_empty());
-                told[text].push(id);
+                going += usize::from(received[text].is_empty());
+                received[text].push(id);
             }
             Event::End { text, generated } => {
-                going -= usize::from(!told[text].is_empty());
-                assert!(generated.ids.starts_with(&told[text]));
+                going -= usize::from(!received[text].is_empty());
+                assert!(generated.ids.starts_with(&received[text]));
                 ended[text] = Some(generated);
             }
         }
