@@ -1,4 +1,4 @@
-//! Where tokens are stored: counts of quantized tokens, rows, slots, and bytes. No device is needed.
+//! Where tokens are stored: counts of quantized tokens, rows, slots, bytes. No device is needed.
 
 use kv_cubecl::{
     CacheShape, Error, Flush, Granularity, KvCacheConfig, KvFormat, QuantizedCounts, Side, Sides,
