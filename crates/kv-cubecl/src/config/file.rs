@@ -18,6 +18,7 @@ macro_rules! fields {
         impl KvCacheConfig {
             /// Lists the fields that earlier versions named differently: the former name and the
             /// current one.
+            // For kv-models, which reads the fields one by one.
             #[doc(hidden)]
             pub const FORMER_FIELDS: &[(&str, &str)] = &[$($(($old, stringify!($name)),)?)*];
         }
