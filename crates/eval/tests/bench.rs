@@ -163,13 +163,33 @@ fn contexts_are_within_the_models_limit_and_no_tokenizer_is_needed() {
 fn captured_steps_are_compared_with_launched_ones() {
     let space = Workspace::new();
     let (model, on) =
-        (space.model(), ["--recorded", "--backend", "wgpu", "--cache", "k2v2-g16-r16"]);
+        (space.model(), ["--graph-capture", "--backend", "wgpu", "--cache", "k2v2-g16-r16"]);
     let args = ["decode", "--model", &model, "--contexts", "20,60"];
     let report = bench(&space, &[&args[..], &on].concat());
-    let recorded = report["points"].as_array().unwrap().iter().map(|p| p["recorded"].clone());
-    assert_eq!(recorded.collect::<Vec<_>>(), [false, true, false, true]);
+    let replayed = report["points"].as_array().unwrap().iter().map(|p| p["graph_capture"].clone());
+    assert_eq!(replayed.collect::<Vec<_>>(), [false, true, false, true]);
     let args = ["decode-attention", "--contexts", "40", "--working-set", "0"];
     assert_eq!(points(&bench(&space, &[&args[..], &on].concat())).len(), 1);
+}
+
+/// Older scripts pass `--recorded`, which the help does not list.
+#[test]
+fn the_old_flag_of_graph_capture_is_read() {
+    let space = Workspace::new();
+    let model = space.model();
+    for args in [
+        vec!["llm", "--model", &model, "--depths", "0", "--cache", "float"],
+        vec!["decode-attention", "--contexts", "40", "--working-set", "0"],
+        vec!["decode", "--model", &model, "--contexts", "20", "--cache", "float"],
+    ] {
+        let [old, new] = ["--recorded", "--graph-capture"]
+            .map(|flag| kv_eval(&[&["bench"], &args[..], &[flag]].concat()));
+        let lines = new.error_lines();
+        assert!(lines.len() == 1 && lines[0].contains("graph_capture true: flex"), "{lines:?}");
+        assert_eq!((old.code, old.error_lines()), (new.code, lines), "{args:?}");
+        let help = kv_eval(&["bench", args[0], "--help"]).stdout;
+        assert!(help.contains("--graph-capture") && !help.contains("--recorded"), "{help}");
+    }
 }
 
 #[test]
@@ -200,22 +220,31 @@ fn a_wrong_argument_is_named() {
             ],
             "batch 21: must be from 1 to the shortest context, 20",
         ),
-        (vec!["decode-attention", "--recorded", "--tokens", "2"], "tokens 2: must be 1"),
+        (vec!["decode-attention", "--graph-capture", "--tokens", "2"], "tokens 2: must be 1"),
         (
             vec!["llm", "--model", &model, "--generate", "49", "--cache", "float"],
             "generate 49: must be at least 50",
         ),
         (
-            vec!["llm", "--model", &model, "--recorded", "--depths", "0", "--cache", "float"],
-            "recorded true: flex cannot",
+            vec!["llm", "--model", &model, "--graph-capture", "--depths", "0", "--cache", "float"],
+            "graph_capture true: flex cannot",
         ),
         (
-            vec!["decode-attention", "--recorded", "--contexts", "40", "--working-set", "0"],
-            "recorded true: flex cannot capture",
+            vec!["decode-attention", "--graph-capture", "--contexts", "40", "--working-set", "0"],
+            "graph_capture true: flex cannot capture",
         ),
         (
-            vec!["decode", "--recorded", "--model", &model, "--contexts", "20", "--cache", "float"],
-            "recorded true: flex cannot capture",
+            vec![
+                "decode",
+                "--graph-capture",
+                "--model",
+                &model,
+                "--contexts",
+                "20",
+                "--cache",
+                "float",
+            ],
+            "graph_capture true: flex cannot capture",
         ),
     ] {
         let outcome = kv_eval(&[&["bench"], &args[..]].concat());

@@ -372,14 +372,15 @@ fn launches_of_a_device_are_on_the_hosts_clock() {
     assert!(busy < number(&phases["decode"][1]), "busier than there was time");
 }
 
-/// A recorded step is one launch of many kernels that nothing observes: it is timed as a whole, so
+/// A replayed step is one launch of many kernels that nothing observes: it is timed as a whole, so
 /// that the device is not taken to be idle.
 #[cfg(feature = "wgpu")]
 #[test]
 fn replays_are_timed_as_a_whole() {
     let space = Workspace::new();
     let path = space.path("profile.html");
-    let more = ["--backend", "wgpu", "--recorded", "--prompt-tokens", "20", "--max-tokens", "9"];
+    let more =
+        ["--backend", "wgpu", "--graph-capture", "--prompt-tokens", "20", "--max-tokens", "9"];
     generate(AUSTEN, &path, &more);
     let page = Page::read(&path);
     let replay = &page.table("Operations in decode")["replay"];

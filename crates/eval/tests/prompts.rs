@@ -134,8 +134,8 @@ fn errors_are_named() {
         (vec!["--prompts", &one, "--prompt-file", &one], "cannot be used with"),
         ([&two[..], &["--batch", "0"]].concat(), "batch 0: must be at least 1"),
         (
-            [&two[..], &["--recorded"]].concat(),
-            "recorded = true: sequences of different lengths do not",
+            [&two[..], &["--graph-capture"]].concat(),
+            "graph_capture = true: sequences of different lengths do not",
         ),
         (vec!["--prompt", "a", "--prompt", ""], "prompt 2: prompt: must have at least one token"),
         (

@@ -1,6 +1,8 @@
-//! What the kernels of kv-cubecl and kv-weights share: the check that a device has operations,
-//! limits of devices on [launches](grid) and buffers, f16 arithmetic for kernels without f16, and
-//! the code that NVIDIA's tools get of a kernel, for tests.
+//! Helpers for devices that the kernels of kv-cubecl and kv-weights share: a check that a device
+//! has operations, limits of devices on [launches](grid) and buffers, f16 arithmetic for devices
+//! without f16, and, for tests, the code of a kernel that NVIDIA's tools compile.
+//!
+//! The API may change in any release.
 
 #[cfg(any(feature = "cuda-source", feature = "cuda-ptx"))]
 pub mod cuda_source;

@@ -159,18 +159,18 @@ fn continued(
     for (i, prompt) in prompts.iter().enumerate() {
         assert_eq!(batch.push(prompt).unwrap(), i);
     }
-    let (mut told, mut ended) = (vec![vec![]; prompts.len()], vec![None; prompts.len()]);
+    let (mut received, mut ended) = (vec![vec![]; prompts.len()], vec![None; prompts.len()]);
     let mut going = 0;
     while let Some(event) = batch.next_event().unwrap() {
         match event {
             Event::Token { text, id } => {
                 assert!(ended[text].is_none(), "a token after the end of text {text}");
-                going += usize::from(told[text].is_empty());
-                told[text].push(id);
+                going += usize::from(received[text].is_empty());
+                received[text].push(id);
             }
             Event::End { text, generated } => {
-                going -= usize::from(!told[text].is_empty());
-                assert!(generated.ids.starts_with(&told[text]));
+                going -= usize::from(!received[text].is_empty());
+                assert!(generated.ids.starts_with(&received[text]));
                 ended[text] = Some(generated);
             }
         }
@@ -378,9 +378,9 @@ fn errors_name_the_value() {
     let error = Batch::new(&model, &mut cache, options.clone(), &device).unwrap_err();
     assert!(error.to_string().contains("must be empty for a new batch"), "{error}");
     cache.reset();
-    let recorded = GenerateOptions { recorded: Some(true), ..options.clone() };
-    let error = Batch::new(&model, &mut cache, recorded, &device).unwrap_err();
-    assert!(error.to_string().contains("recorded = true"), "{error}");
+    let captured = GenerateOptions { graph_capture: Some(true), ..options.clone() };
+    let error = Batch::new(&model, &mut cache, captured, &device).unwrap_err();
+    assert!(error.to_string().contains("graph_capture = true"), "{error}");
     let mut batch = Batch::new(&model, &mut cache, options, &device).unwrap();
     assert!(batch.push(&[]).is_err());
     let error = batch.push(&[1; 11]).unwrap_err().to_string();

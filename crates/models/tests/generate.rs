@@ -200,7 +200,7 @@ fn a_captured_text_is_the_same() {
         let options = GenerateOptions {
             max_tokens: 80,
             sampling,
-            recorded: Some(captured),
+            graph_capture: Some(captured),
             ..Default::default()
         };
         let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
@@ -286,8 +286,8 @@ fn invalid_graphs_are_errors() {
     drop(graph);
 
     let mut cache = cache(&model, 1);
-    let options = GenerateOptions { recorded: Some(true), ..Default::default() };
+    let options = GenerateOptions { graph_capture: Some(true), ..Default::default() };
     let error = generate(&model, &mut cache, &[1], &options, &device, |_| true).unwrap_err();
-    assert!(error.to_string().contains("recorded = true"), "{error}");
+    assert!(error.to_string().contains("graph_capture = true"), "{error}");
     assert!(cache.is_empty());
 }

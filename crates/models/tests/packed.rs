@@ -333,8 +333,8 @@ fn experts_are_picked_on_a_gpu() {
                     .unsqueeze::<3>()
             };
             let launched = host(step(&on_gpu, &mut launched, &wgpu));
-            let recorded = host(graph.step(&[id]).unwrap().clone());
-            for (got, how) in [(launched, "launched"), (recorded, "recorded")] {
+            let replayed = host(graph.step(&[id]).unwrap().clone());
+            for (got, how) in [(launched, "launched"), (replayed, "replayed")] {
                 let close = difference(&got, &want.clone().unsqueeze());
                 assert!(close < 1e-4, "{} {how}: {close}", path.display());
             }

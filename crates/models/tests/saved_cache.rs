@@ -314,8 +314,8 @@ fn a_prompt_that_does_not_begin_with_the_tokens_is_refused_where_it_differs() {
         prompt[17] = asked;
         for prompt in [&prompt[..], &prompt[..18]] {
             let error = opened.check_prompt(0, prompt).unwrap_err().to_string();
-            let told = format!("at position 17: it has token {asked}, the cache {held}");
-            assert_contains(&error, &[&told]);
+            let difference = format!("at position 17: it has token {asked}, the cache {held}");
+            assert_contains(&error, &[&difference]);
         }
     }
     assert!(opened.check_prompt(1, &prompt).unwrap_err().to_string().contains("below batch 1"));

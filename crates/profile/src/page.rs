@@ -205,7 +205,7 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     }
     if launches.unmeasured > 0 {
         notes.push(format!(
-            "{} launches have no time of their own: they were recorded, so that a replay is all \
+            "{} launches have no time of their own: they were captured, so that a replay is all \
              of them as one, or \
              the device did not say when they ran.",
             launches.unmeasured

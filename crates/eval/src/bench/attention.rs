@@ -10,7 +10,7 @@ use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
+use super::{Subject, Timing, no_graph_capture, size, time_in_turn, wait};
 use crate::{Error, Result};
 
 /// The shape of an attention layer, and the settings of its benchmark.
@@ -32,7 +32,7 @@ pub struct AttentionPlan {
     /// Number of samples; the median is reported.
     pub samples: usize,
     /// Capture the launches of a sample once and replay them; requires `tokens` to be 1.
-    pub recorded: bool,
+    pub graph_capture: bool,
 }
 
 impl AttentionPlan {
@@ -58,7 +58,7 @@ impl AttentionPlan {
             let rule = format!("must be a multiple of the {} kv heads", self.n_kv_heads);
             return Err(Error::plan("heads", self.n_heads, rule));
         }
-        if self.recorded && self.tokens != 1 {
+        if self.graph_capture && self.tokens != 1 {
             return Err(Error::plan("tokens", self.tokens, "must be 1 for captured steps"));
         }
         Ok(())
@@ -210,8 +210,8 @@ pub fn time_decode_attention<T: Target>(
     );
     let subjects = layers.iter_mut().zip(caches).map(|(layers, name)| -> Result<Subject<'_>> {
         let inputs = (q.clone(), k.clone(), v.clone());
-        match plan.recorded {
-            true => recorded(device, layers, inputs, context),
+        match plan.graph_capture {
+            true => captured(device, layers, inputs, context),
             false => Ok(Box::new(move || {
                 let _phase = trace_span!(target: PHASE, "attend", cache = %name).entered();
                 for cache in layers.iter_mut() {
@@ -235,7 +235,7 @@ pub fn time_decode_attention<T: Target>(
 }
 
 /// Captures one step of each of `layers`, which hold `context` tokens each.
-fn recorded<'a, T: Target>(
+fn captured<'a, T: Target>(
     device: &'a On<T>,
     layers: &'a mut [KvCache],
     (q, k, v): (Tensor<4>, Tensor<4>, Tensor<4>),
@@ -254,7 +254,7 @@ fn recorded<'a, T: Target>(
         Ok(())
     });
     if !graph.is_hardware() {
-        return Err(not_recorded::<T>());
+        return Err(no_graph_capture::<T>());
     }
     at.borrow_mut().inplace(|at| at.slice_assign([Slice::full()], position(context)));
     Ok(Box::new(move || {

@@ -12,7 +12,7 @@ use kv_models::{
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{model, not_recorded, size, wait};
+use super::{model, no_graph_capture, size, wait};
 use crate::{Error, Result};
 
 /// The plan of [`time_llm`].
@@ -27,8 +27,8 @@ pub struct LlmPlan {
     /// Repetitions after one to warm up; at least 2.
     pub repetitions: usize,
     /// Capture steps once and replay them, see [`kv_models::DecodeGraph`]; `None` captures where it
-    /// [pays](Steps::pays_recorded).
-    pub recorded: Option<bool>,
+    /// [pays](Steps::graph_capture_pays).
+    pub graph_capture: Option<bool>,
 }
 
 /// Minimum number of generated tokens, because the first ones are slower.
@@ -121,8 +121,8 @@ pub fn time_llm<T: Target>(
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<LlmPoint>> {
     plan.check(model.max_positions())?;
-    if plan.recorded == Some(true) && !kv_models::DecodeGraph::is_supported(device) {
-        return Err(not_recorded::<T>());
+    if plan.graph_capture == Some(true) && !kv_models::DecodeGraph::is_supported(device) {
+        return Err(no_graph_capture::<T>());
     }
     let deepest = plan.depths.last().copied().unwrap_or(0);
     let capacity = deepest + plan.prompt.max(plan.generate);
@@ -235,9 +235,9 @@ fn generate<T: Target>(
     plan: &LlmPlan,
 ) -> Result<Pass> {
     let mut id = model::filler(cache.len(), 1, model.vocab_size())[0];
-    let pays = || Steps::pays_recorded(model, cache, plan.generate, device);
-    let recorded = plan.recorded.unwrap_or_else(pays);
-    let mut steps = Steps::new(model, cache, recorded, Sampling::GREEDY, device)?;
+    let pays = || Steps::graph_capture_pays(model, cache, plan.generate, device);
+    let graph_capture = plan.graph_capture.unwrap_or_else(pays);
+    let mut steps = Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?;
     wait(device)?;
     let (start, mut forward) = (Instant::now(), 0.0);
     for i in 0..plan.generate {
@@ -276,7 +276,7 @@ mod tests {
             generate: 128,
             depths: vec![0, 512],
             repetitions: 2,
-            recorded: None,
+            graph_capture: None,
         };
         assert!(plan.check(1024).is_ok());
         for (plan, message) in [

@@ -136,8 +136,8 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     Ok(bytes as f64 / timing[0].median)
 }
 
-fn not_recorded<T: Target>() -> Error {
-    Error::plan("recorded", true, format!("{} cannot capture launches", T::NAME))
+fn no_graph_capture<T: Target>() -> Error {
+    Error::plan("graph_capture", true, format!("{} cannot capture launches", T::NAME))
 }
 
 /// Waits until the device has completed all work.

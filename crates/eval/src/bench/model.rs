@@ -10,7 +10,7 @@ use kv_models::{
 use serde::Serialize;
 use tracing::trace_span;
 
-use super::{Subject, Timing, not_recorded, size, time_in_turn, wait};
+use super::{Subject, Timing, no_graph_capture, size, time_in_turn, wait};
 use crate::{Error, Result, memory::Tracking};
 
 pub(super) const PREFILL_CHUNK: usize = 512;
@@ -23,7 +23,7 @@ pub struct DecodeSubject {
     /// Number of sequences. Their lengths differ by one token each.
     pub batch: usize,
     /// Capture the step once and replay it, see [`DecodeGraph`].
-    pub recorded: bool,
+    pub graph_capture: bool,
 }
 
 /// The times of decode steps of one cache at one context length.
@@ -34,7 +34,7 @@ pub struct DecodePoint {
     /// Sequences that take the step together.
     pub batch: usize,
     /// Set if a captured step was replayed.
-    pub recorded: bool,
+    pub graph_capture: bool,
     /// Tokens of the longest sequence in the cache.
     pub context: usize,
     /// Seconds of one step, the head included.
@@ -106,7 +106,8 @@ pub fn time_decode<T: Target>(
                 Some(reader) => fill(device, model, cache, reader, context, progress)?,
                 None => prefill(device, model, cache, context, progress)?,
             };
-            running.push(Steps::new(model, cache, subject.recorded, Sampling::GREEDY, device)?);
+            let graph_capture = subject.graph_capture;
+            running.push(Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?);
         }
         let turns = running.iter_mut().zip(subjects).map(|(steps, subject)| -> Subject<'_> {
             Box::new(move || step(steps, model, subject, device))
@@ -117,7 +118,7 @@ pub fn time_decode<T: Target>(
             points.push(DecodePoint {
                 cache: subject.cache.to_string(),
                 batch: subject.batch,
-                recorded: subject.recorded,
+                graph_capture: subject.graph_capture,
                 context,
                 seconds,
                 bytes_read: cache.layers().iter().map(|c| c.layout().bytes_read(context)).sum(),
@@ -141,16 +142,16 @@ fn check_decode<T: Target>(
             format!("must be above 0 and ascend by at least the {steps} steps timed at each");
         return Err(Error::plan("contexts", format!("{contexts:?}"), rule));
     }
-    if subjects.iter().any(|subject| subject.recorded) && !DecodeGraph::is_supported(device) {
-        return Err(not_recorded::<T>());
+    if subjects.iter().any(|subject| subject.graph_capture) && !DecodeGraph::is_supported(device) {
+        return Err(no_graph_capture::<T>());
     }
     let shortest = contexts.first().copied().unwrap_or(0);
-    for &DecodeSubject { batch, recorded, .. } in subjects {
+    for &DecodeSubject { batch, graph_capture, .. } in subjects {
         if batch == 0 || batch > shortest {
             let rule = format!("must be from 1 to the shortest context, {shortest}");
             return Err(Error::plan("batch", batch, rule));
         }
-        if recorded && batch > 1 {
+        if graph_capture && batch > 1 {
             let rule = "must be 1 for captured steps, because sequences have different lengths";
             return Err(Error::plan("batch", batch, rule));
         }

@@ -24,6 +24,27 @@ impl Outcome {
     }
 }
 
+/// Asserts that the program failed with exactly one line that contains all of `parts`.
+#[track_caller]
+pub(crate) fn assert_one_line(outcome: &Outcome, parts: &[&str]) {
+    assert_ne!(outcome.code, 0, "it succeeded: {}", outcome.stdout);
+    let lines: Vec<&str> = outcome.error_lines();
+    assert_eq!(lines.len(), 1, "not one line: {:?}", outcome.stderr);
+    assert!(lines[0].starts_with("error: "), "{}", lines[0]);
+    assert!(!outcome.stderr.contains("panicked"), "{}", outcome.stderr);
+    for part in parts {
+        assert!(lines[0].contains(part), "{part:?} is not in {:?}", lines[0]);
+    }
+}
+
+/// Evaluates the text of a workspace with its model.
+pub(crate) fn ppl(space: &Workspace, more: &[&str]) -> Outcome {
+    let (model, text) = (space.model(), space.text());
+    let mut args = vec!["ppl", "--model", &model, "--text", &text];
+    args.extend(more);
+    kv_eval(&args)
+}
+
 pub(crate) fn kv_eval(args: &[&str]) -> Outcome {
     kv_eval_in(args, &[])
 }

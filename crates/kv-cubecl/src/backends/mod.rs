@@ -115,8 +115,7 @@ pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<(
         });
     }
     #[cfg(feature = "cube")]
-    if let burn::backend::DispatchDevice::Cube(_) = device.clone().without_autodiff().as_dispatch()
-    {
+    if client(device).is_some() {
         crate::kernels::decode_attention::check(layout)?;
     }
     Ok(())

@@ -5,29 +5,44 @@ use serde::{Deserialize, Deserializer};
 use super::{Flush, KvCacheConfig};
 use crate::formats::{CacheFloat, KvFormat};
 
-/// The fields of a configuration under their current and former names.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields, rename = "KvCacheConfig")]
-struct Fields {
-    #[serde(alias = "key_bits")]
-    key_format: KvFormat,
-    #[serde(alias = "value_bits")]
-    value_format: KvFormat,
-    group_size: usize,
-    residual_length: usize,
-    flush: Flush,
-    sink_tokens: usize,
-    capacity: usize,
-    float: CacheFloat,
+/// Defines the fields of a configuration, and lists those that earlier versions named differently.
+macro_rules! fields {
+    ($($(#[$attribute:meta])* $name:ident: $type:ty $(, formerly $old:literal)?;)*) => {
+        /// The fields of a configuration under their current and former names.
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields, rename = "KvCacheConfig")]
+        struct Fields {
+            $($(#[$attribute])* $(#[serde(alias = $old)])? $name: $type,)*
+        }
+
+        impl KvCacheConfig {
+            /// Lists the fields that earlier versions named differently: the former name and the
+            /// current one.
+            // For kv-models, which reads the fields one by one.
+            #[doc(hidden)]
+            pub const FORMER_FIELDS: &[(&str, &str)] = &[$($(($old, stringify!($name)),)?)*];
+        }
+    };
+}
+
+fields! {
+    key_format: KvFormat, formerly "key_bits";
+    value_format: KvFormat, formerly "value_bits";
+    group_size: usize;
+    residual_length: usize;
+    flush: Flush;
+    sink_tokens: usize;
+    capacity: usize;
+    float: CacheFloat;
     /// The former spelling of `flush: group`.
     #[serde(default)]
-    sliding: bool,
-    #[serde(default, alias = "rotate_values")]
-    hadamard_values: bool,
-    #[serde(default, alias = "rotate_keys")]
-    hadamard_keys: bool,
-    #[serde(default, alias = "window")]
-    sliding_window: Option<usize>,
+    sliding: bool;
+    #[serde(default)]
+    hadamard_values: bool, formerly "rotate_values";
+    #[serde(default)]
+    hadamard_keys: bool, formerly "rotate_keys";
+    #[serde(default)]
+    sliding_window: Option<usize>, formerly "window";
 }
 
 impl<'de> Deserialize<'de> for KvCacheConfig {

@@ -82,8 +82,8 @@ fn sequences_of_different_lengths<T: Target>(on: &On<T>) {
             .collect();
         let mut joined = KvCache::join(&alone).unwrap();
         assert_eq!((joined.lens(), joined.len()), (&prefixes[..], 40));
-        // Told by the host, and by the device alone.
-        let mut told = joined.clone();
+        // The host knows the lengths of `joined`, and only the device those of `stepped`.
+        let mut stepped = joined.clone();
         for step in 0..STEPS {
             let now: Vec<Setup> = texts
                 .iter()
@@ -94,7 +94,7 @@ fn sequences_of_different_lengths<T: Target>(on: &On<T>) {
             let positions: Vec<i32> = prefixes.map(|prefix| (prefix + step) as i32).into();
             let positions = TensorData::new(positions, [prefixes.len()]);
             let positions = Tensor::<1, Int>::from_data(positions, (&**on, DType::I32));
-            let at = told.attend_at(q.clone(), k.clone(), v.clone(), &positions).unwrap();
+            let at = stepped.attend_at(q.clone(), k.clone(), v.clone(), &positions).unwrap();
             let output = Host::of(joined.attend(q, k, v).unwrap().output);
             equal_bits(format!("{name} step {step}"), &Host::of(at.output).data, &output.data);
             let len = output.data.len() / prefixes.len();
@@ -110,8 +110,8 @@ fn sequences_of_different_lengths<T: Target>(on: &On<T>) {
                 close(format!("{name} sequence {i} step {step}"), &got, &last, CLOSE);
             }
         }
-        told.advance(STEPS).unwrap();
-        assert!(snapshot(&told) == snapshot(&joined), "{name}: told by the device");
+        stepped.advance(STEPS).unwrap();
+        assert!(snapshot(&stepped) == snapshot(&joined), "{name}: lengths known to the device");
         for (i, mut cache) in alone.into_iter().enumerate() {
             let (text, prefix) = (&texts[i], prefixes[i]);
             attend(&mut cache, &text.tokens(prefix..prefix + STEPS), &[1; STEPS], on);

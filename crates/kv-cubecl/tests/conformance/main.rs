@@ -20,6 +20,7 @@ mod frames;
 mod golden;
 #[cfg(feature = "autodiff")]
 mod gradients;
+mod layout;
 mod limits;
 mod memory;
 mod nonfinite;

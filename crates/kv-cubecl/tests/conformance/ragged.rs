@@ -193,11 +193,11 @@ fn a_full_sequence_stops_all<T: Target>(on: &On<T>) {
         assert_eq!(cache.append_ragged(k.clone(), v.clone(), &tokens).unwrap_err(), full);
         let error = cache.attend_ragged(q, k, v, &tokens).unwrap_err();
         assert_eq!(error, full);
-        let told = format!(
+        let message = format!(
             "append: {} tokens do not fit: sequence {sequence} holds {len} of capacity 40",
             tokens[sequence]
         );
-        assert_eq!(error.to_string(), told);
+        assert_eq!(error.to_string(), message);
     }
     assert!(snapshot(&cache) == before, "a refused call wrote");
     let [q, k, v] = text.tokens(0..2).on(on);

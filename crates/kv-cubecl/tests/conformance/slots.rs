@@ -112,26 +112,29 @@ fn slots_that_cannot_be<T: Target>(on: &On<T>) {
     let mut alone = empty.clone();
     attend(&mut alone, &one.tokens(0..5), &[5], on);
     let before = snapshot(&cache);
-    let told = |result: kv_cubecl::Result<()>, message: &str| {
+    let assert_refused = |result: kv_cubecl::Result<()>, message: &str| {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::InvalidConfig { .. }), "{error:?}");
         assert_eq!(error.to_string(), message);
     };
     let held = "sequence 0: its slot is not free, it holds 20 tokens";
     let free = "sequence 1: holds no token, its slot is free";
-    told(cache.remove(1), free);
-    told(cache.remove(2), "sequence 2: must be below batch 2");
-    told(cache.admit(0, &alone), held);
-    told(cache.admit(2, &alone), "sequence 2: must be below batch 2");
-    told(cache.admit(1, &empty), "sequence 0: holds no token, its slot is free");
+    assert_refused(cache.remove(1), free);
+    assert_refused(cache.remove(2), "sequence 2: must be below batch 2");
+    assert_refused(cache.admit(0, &alone), held);
+    assert_refused(cache.admit(2, &alone), "sequence 2: must be below batch 2");
+    assert_refused(cache.admit(1, &empty), "sequence 0: holds no token, its slot is free");
     let both = text.cache(on);
-    told(cache.admit(1, &both), "batch 2: a cache that is admitted must be of 1 sequence");
-    told(cache.fork(0, 0), "to 0: its slot is not free, it holds 20 tokens");
-    told(cache.fork(0, 2), "to 2: must be below batch 2");
-    told(cache.fork(1, 1), free);
-    told(cache.fork(7, 1), "sequence 7: must be below batch 2");
-    told(cache.truncate(2, 0), "sequence 2: must be below batch 2");
-    told(cache.truncate(0, 21), "len 21: must be at most the 20 tokens of sequence 0");
+    assert_refused(
+        cache.admit(1, &both),
+        "batch 2: a cache that is admitted must be of 1 sequence",
+    );
+    assert_refused(cache.fork(0, 0), "to 0: its slot is not free, it holds 20 tokens");
+    assert_refused(cache.fork(0, 2), "to 2: must be below batch 2");
+    assert_refused(cache.fork(1, 1), free);
+    assert_refused(cache.fork(7, 1), "sequence 7: must be below batch 2");
+    assert_refused(cache.truncate(2, 0), "sequence 2: must be below batch 2");
+    assert_refused(cache.truncate(0, 21), "len 21: must be at most the 20 tokens of sequence 0");
 
     let config: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
     let shape = CacheShape::new(1, 1, 64);

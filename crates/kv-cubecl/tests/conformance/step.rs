@@ -1,4 +1,4 @@
-//! Decode steps (`attend_at`) for which only the device knows the length, and their recording.
+//! Decode steps (`attend_at`) for which only the device knows the length, and their graph capture.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -101,7 +101,7 @@ fn overwrite<const D: usize, K: Basic>(tensor: &mut Tensor<D, K>, values: Tensor
     tensor.inplace(|tensor| tensor.slice_assign(all, values));
 }
 
-/// All tensors that a recording reads and writes.
+/// All tensors that a captured step reads and writes.
 struct Bound {
     cache: KvCache,
     inputs: [Tensor<4>; 3],
@@ -116,7 +116,7 @@ fn a_captured_step_serves_every_length<T: Target>(on: &On<T>) {
 
         let mut cache = text.cache(on);
         attend(&mut cache, &text.tokens(0..20), &[20], on);
-        // Recording runs the step, so it starts at a position past the capacity, where nothing is
+        // Capture runs the step, so it starts at a position past the capacity, where nothing is
         // written.
         let inputs = text.tokens(0..1).on(on);
         let bound = Rc::new(RefCell::new(Bound { cache, inputs, position: at(70, on) }));
@@ -147,7 +147,7 @@ fn a_captured_step_serves_every_length<T: Target>(on: &On<T>) {
         assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
         let oracle = tail(&text.reference().output, &text, 20);
         close(format!("{text:?}"), &Host::cat(&outputs), &oracle, CLOSE);
-        // WGPU and CUDA record their launches; without this check a fallback would go unnoticed.
+        // WGPU and CUDA capture their launches; without this check a fallback would go
         // unnoticed.
         assert_eq!(graph.is_hardware(), T::NAME != "flex", "{text:?}");
     }

@@ -236,10 +236,8 @@ impl ModelCacheConfig {
 
     /// Reads the fields one by one, because serde's messages name a field only when it is missing.
     fn from_fields(mut fields: Map<String, Value>) -> Result<Self, WrongField> {
-        let policy = match ["key_format", "value_format", "key_bits", "value_bits"]
-            .iter()
-            .any(|one| fields.contains_key(*one))
-        {
+        let is_format = |name: &String| matches!(current(name), "key_format" | "value_format");
+        let policy = match fields.keys().any(is_format) {
             true => {
                 let cache = cache_of(&mut fields)?;
                 let capacity = required(&mut fields, "capacity")?;
@@ -277,22 +275,19 @@ impl ModelCacheConfig {
     }
 }
 
-/// Field names of earlier versions, and the current names.
-const OLD_NAMES: [(&str, &str); 5] = [
-    ("key_bits", "key_format"),
-    ("value_bits", "value_format"),
-    ("rotate_values", "hadamard_values"),
-    ("rotate_keys", "hadamard_keys"),
-    ("window", "sliding_window"),
-];
+/// Returns the current name of a cache's field, which earlier versions may have named differently.
+fn current(name: &str) -> &str {
+    let renamed = KvCacheConfig::FORMER_FIELDS.iter().find(|(former, _)| *former == name);
+    renamed.map_or(name, |(_, current)| current)
+}
 
 /// Takes the fields of a cache, except for its capacity.
 fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField> {
-    for (old, name) in OLD_NAMES {
-        if let Some(value) = fields.remove(old)
+    for (former, name) in KvCacheConfig::FORMER_FIELDS {
+        if let Some(value) = fields.remove(*former)
             && fields.insert(name.to_string(), value.clone()).is_some()
         {
-            return Err(WrongField::new(old, value, format!("is also given as {name}")));
+            return Err(WrongField::new(former, value, format!("is also given as {name}")));
         }
     }
     let keys: KvFormat = required(fields, "key_format")?;

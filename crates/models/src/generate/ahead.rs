@@ -33,10 +33,10 @@ impl CompileAhead {
             // The profile must not count this as a prefill or decode step of the run.
             let _phase = trace_span!(target: PHASE, "compile").entered();
             let Ok(mut cache) = model.new_cache(cache, 1, &device) else { return };
-            let recorded = model.decoder().captures() && DecodeGraph::is_supported(&device);
+            let graph_capture = model.decoder().captures() && DecodeGraph::is_supported(&device);
             let options = GenerateOptions {
                 max_tokens: TOKENS,
-                recorded: Some(recorded),
+                graph_capture: Some(graph_capture),
                 ..GenerateOptions::default()
             };
             let _ = generate(&model, &mut cache, &[0; PROMPT], &options, &device, |_| true);

@@ -180,9 +180,9 @@ impl<'a> Batch<'a> {
         if options.prefill_chunk == 0 {
             return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
         }
-        if options.recorded == Some(true) {
+        if options.graph_capture == Some(true) {
             let rule = "sequences of different lengths do not support graph capture";
-            return Err(Error::argument("recorded", true, rule));
+            return Err(Error::argument("graph_capture", true, rule));
         }
         if !cache.is_empty() {
             let held = format!("{:?} tokens", cache.lens());

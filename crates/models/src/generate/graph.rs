@@ -99,7 +99,7 @@ impl<'a> DecodeGraph<'a> {
         draw: Draw,
         device: &Device,
     ) -> Result<Self> {
-        let _phase = trace_span!(target: PHASE, "record").entered();
+        let _phase = trace_span!(target: PHASE, "capture").entered();
         let batch = cache.batch();
         if !eos.is_empty() && batch != 1 {
             return Err(Error::argument("batch", batch, "must be 1 with end-of-text ids"));

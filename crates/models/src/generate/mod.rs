@@ -45,8 +45,8 @@ pub struct GenerateOptions {
     /// Prompt tokens per prefill chunk. It limits memory and does not change the result.
     pub prefill_chunk: usize,
     /// Use of graph capture for decode steps, see [`DecodeGraph`]; `None` decides by
-    /// [`Steps::pays_recorded`].
-    pub recorded: Option<bool>,
+    /// [`Steps::graph_capture_pays`].
+    pub graph_capture: Option<bool>,
 }
 
 impl Default for GenerateOptions {
@@ -58,7 +58,7 @@ impl Default for GenerateOptions {
             sampling: Sampling::GREEDY,
             eos: BTreeSet::new(),
             prefill_chunk: 512,
-            recorded: None,
+            graph_capture: None,
         }
     }
 }
@@ -186,8 +186,8 @@ pub fn generate(
     if options.prefill_chunk == 0 {
         return Err(Error::argument("prefill_chunk", 0, "must be at least 1"));
     }
-    if options.recorded == Some(true) && !DecodeGraph::is_supported(device) {
-        return Err(steps::cannot_record());
+    if options.graph_capture == Some(true) && !DecodeGraph::is_supported(device) {
+        return Err(steps::no_graph_capture());
     }
     cache.check(1, prompt.len())?;
 
@@ -218,9 +218,9 @@ pub(crate) fn decode(
 ) -> Result<Generated> {
     let mut out = Generated::new(Stop::MaxTokens);
     let start = Instant::now();
-    let pays = || Steps::pays_recorded(model, cache, options.max_tokens, device);
-    let recorded = options.recorded.unwrap_or_else(pays);
-    let mut steps = Steps::new(model, cache, recorded, options.sampling, device)?;
+    let pays = || Steps::graph_capture_pays(model, cache, options.max_tokens, device);
+    let graph_capture = options.graph_capture.unwrap_or_else(pays);
+    let mut steps = Steps::new(model, cache, graph_capture, options.sampling, device)?;
     steps.start(logits);
     while out.ids.len() < options.max_tokens {
         let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();

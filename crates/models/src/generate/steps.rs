@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// The number of tokens from which graph capture saves more time than it takes.
-const RECORDED_TOKENS: usize = 80;
+const GRAPH_CAPTURE_TOKENS: usize = 80;
 
 /// Appends one token at a time to the sequences of a cache, with launched or captured steps, and
 /// picks the next token of a single sequence. On a GPU, the device picks it without reading logits,
@@ -29,58 +29,59 @@ enum Way<'a> {
     /// Launches the kernels of every step.
     Launched(&'a mut ModelCache),
     /// Replays a captured step.
-    Recorded(Box<DecodeGraph<'a>>),
+    Replayed(Box<DecodeGraph<'a>>),
 }
 
 impl<'a> Steps<'a> {
-    /// Prepares steps after the tokens in `cache`, with graph capture if `recorded`.
+    /// Prepares steps after the tokens in `cache`. With `graph_capture`, a step is captured once
+    /// and replayed.
     ///
     /// # Errors
-    /// Fails for `recorded` on a device without graph capture, for an invalid `sampling`, and as
-    /// [`DecodeGraph::new`] does.
+    /// Fails for `graph_capture` on a device that does not support it, for an invalid `sampling`,
+    /// and as [`DecodeGraph::new`] does.
     pub fn new(
         model: &LanguageModel,
         cache: &'a mut ModelCache,
-        recorded: bool,
+        graph_capture: bool,
         sampling: Sampling,
         device: &Device,
     ) -> Result<Self> {
         let picker = Picker::new(sampling, device)?;
-        if !recorded {
+        if !graph_capture {
             return Ok(Self { way: Way::Launched(cache), picker, logits: None });
         }
         let draw = picker.draw().unwrap_or(Draw::GREEDY);
         let graph = DecodeGraph::new(model, cache, &Default::default(), draw, device)?;
         match graph.is_captured() {
-            true => Ok(Self { way: Way::Recorded(Box::new(graph)), picker, logits: None }),
-            false => Err(cannot_record()),
+            true => Ok(Self { way: Way::Replayed(Box::new(graph)), picker, logits: None }),
+            false => Err(no_graph_capture()),
         }
     }
 
     /// Returns whether graph capture pays off: the device supports it, the model computes no more
     /// with it, and there are enough tokens.
-    pub fn pays_recorded(
+    pub fn graph_capture_pays(
         model: &LanguageModel,
         cache: &ModelCache,
         tokens: usize,
         device: &Device,
     ) -> bool {
-        tokens >= RECORDED_TOKENS
+        tokens >= GRAPH_CAPTURE_TOKENS
             && model.decoder().captures()
             && cache.is_even()
             && DecodeGraph::is_supported(device)
     }
 
     /// Returns whether steps use graph capture.
-    pub fn is_recorded(&self) -> bool {
-        matches!(self.way, Way::Recorded(_))
+    pub fn uses_graph_capture(&self) -> bool {
+        matches!(self.way, Way::Replayed(_))
     }
 
     /// Returns the number of tokens in the cache.
     pub fn position(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.len(),
-            Way::Recorded(graph) => graph.len(),
+            Way::Replayed(graph) => graph.len(),
         }
     }
 
@@ -88,7 +89,7 @@ impl<'a> Steps<'a> {
     pub fn remaining(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.remaining(),
-            Way::Recorded(graph) => graph.remaining(),
+            Way::Replayed(graph) => graph.remaining(),
         }
     }
 
@@ -112,7 +113,7 @@ impl<'a> Steps<'a> {
                 self.logits = Some(logits.clone());
                 Ok(logits)
             }
-            Way::Recorded(graph) => {
+            Way::Replayed(graph) => {
                 let logits = graph.step(ids)?.clone();
                 if self.picker.draw().is_none() {
                     self.logits = Some(logits.clone());
@@ -136,7 +137,7 @@ impl<'a> Steps<'a> {
     pub fn pick(&mut self, text: &[u32]) -> Result<u32> {
         match (self.logits.take(), &mut self.way) {
             (Some(logits), _) => self.picker.pick(logits, text),
-            (None, Way::Recorded(graph)) => graph.picked(),
+            (None, Way::Replayed(graph)) => graph.picked(),
             (None, Way::Launched(_)) => {
                 Err(Error::argument("logits", "none", "must follow a step or a prompt"))
             }
@@ -145,6 +146,6 @@ impl<'a> Steps<'a> {
 }
 
 /// Returns the error for a device without graph capture.
-pub(super) fn cannot_record() -> Error {
-    Error::argument("recorded", true, "this device does not support graph capture")
+pub(super) fn no_graph_capture() -> Error {
+    Error::argument("graph_capture", true, "this device does not support graph capture")
 }

@@ -105,8 +105,8 @@ pub(crate) struct AttentionArgs {
     #[arg(long, default_value_t = 128)]
     working_set: usize,
     /// Capture the launches once and replay them (CUDA, WGPU).
-    #[arg(long)]
-    recorded: bool,
+    #[arg(long, alias = "recorded")]
+    graph_capture: bool,
     /// Write a chart of microseconds by context length to this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -175,16 +175,16 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
 fn attention<T: Target>(args: &AttentionArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let &AttentionArgs { ref layer, tokens, recorded, .. } = args;
+    let &AttentionArgs { ref layer, tokens, graph_capture, .. } = args;
     let working_set = args.working_set.checked_mul(1 << 20).with_context(|| {
         format!("working-set {}: must be at most {} megabytes", args.working_set, usize::MAX >> 20)
     })?;
-    let plan = AttentionPlan { tokens, working_set, recorded, ..layer.plan() };
+    let plan = AttentionPlan { tokens, working_set, graph_capture, ..layer.plan() };
     let caches = layer_caches(&layer.caches);
     for &context in &layer.contexts {
         check_memory(plan.attention_bytes::<T>(&caches, context)?, &device)?;
     }
-    let how = if recorded { "recorded" } else { "launched" };
+    let how = if graph_capture { "replayed" } else { "launched" };
     let shape = format!("{}, {tokens} at once, {how}", layer.describe());
     let sinks = Sinks::open(&layer.common.json, args.plot.as_deref())?;
     let what = format!("decode attention of one layer on {}: {shape}", T::NAME);
@@ -298,7 +298,7 @@ impl LayerArgs {
             tokens: 1,
             working_set: 0,
             samples: self.common.samples,
-            recorded: false,
+            graph_capture: false,
         }
     }
 

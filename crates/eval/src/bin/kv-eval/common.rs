@@ -55,8 +55,8 @@ pub(crate) struct ModelArgs {
 pub(crate) struct StepArgs {
     /// Capture the decode step once and replay it. This is the default on CUDA and WGPU, except for
     /// short texts and for mixtures of experts.
-    #[arg(long, conflicts_with = "launched")]
-    recorded: bool,
+    #[arg(long, alias = "recorded", conflicts_with = "launched")]
+    graph_capture: bool,
     /// Launch each decode step without graph capture.
     #[arg(long)]
     launched: bool,
@@ -64,8 +64,8 @@ pub(crate) struct StepArgs {
 
 impl StepArgs {
     /// Returns whether to capture decode steps; `None` to capture them if that is faster.
-    pub(crate) fn recorded(self) -> Option<bool> {
-        (self.recorded || self.launched).then_some(self.recorded)
+    pub(crate) fn graph_capture(self) -> Option<bool> {
+        (self.graph_capture || self.launched).then_some(self.graph_capture)
     }
 }
 

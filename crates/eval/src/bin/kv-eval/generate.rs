@@ -291,7 +291,7 @@ impl Args {
             max_tokens: self.max_tokens,
             sampling,
             eos: eos.clone(),
-            recorded: self.steps.recorded(),
+            graph_capture: self.steps.graph_capture(),
             ..GenerateOptions::suiting(model, device)
         }
     }

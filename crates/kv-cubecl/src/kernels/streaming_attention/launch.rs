@@ -107,15 +107,15 @@ impl StreamProblem {
         RowBlocks::new(self.head_dim, 0, 0, Processor::of(properties))
     }
 
-    /// Checks that the device has enough cubes and wide enough indices for the forward pass and, if
-    /// gradients are `recorded`, the backward pass.
+    /// Checks that the device has enough cubes and wide enough indices for the forward pass and,
+    /// with `backward`, for the backward pass.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported).
-    pub(crate) fn check(&self, recorded: bool, properties: &DeviceProperties) -> Result<()> {
+    pub(crate) fn check(&self, backward: bool, properties: &DeviceProperties) -> Result<()> {
         let limits = Limits::of(properties);
         self.forward_grid(self.blocks(properties).as_ref(), &limits)?;
-        if recorded {
+        if backward {
             self.backward_grids(&limits)?;
         }
         Ok(())

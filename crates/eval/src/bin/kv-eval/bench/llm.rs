@@ -69,8 +69,9 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     note_policies(&caches, model.spec());
     profile.model(&model, &name);
     let LlmArgs { prompt, generate, repetitions, .. } = *args;
-    let recorded = args.steps.recorded();
-    let plan = LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, recorded };
+    let graph_capture = args.steps.graph_capture();
+    let plan =
+        LlmPlan { prompt, generate, depths: args.depths.clone(), repetitions, graph_capture };
     let copied = sinks.start(&device, &format!("{name} on {}, {repetitions} times", T::NAME))?;
     let bar = ProgressBar::new(plan.tokens().saturating_mul(caches.len()) as u64);
     let set = |done: usize| bar.set_position(done as u64);

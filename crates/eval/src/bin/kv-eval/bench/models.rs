@@ -59,8 +59,8 @@ pub(crate) struct DecodeArgs {
     #[arg(long, value_delimiter = ',', default_value = "1")]
     batch: Vec<usize>,
     /// Also time steps that are captured once and replayed (CUDA, WGPU).
-    #[arg(long)]
-    recorded: bool,
+    #[arg(long, alias = "recorded")]
+    graph_capture: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -75,7 +75,7 @@ pub(crate) struct PrefillArgs {
 }
 
 pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Result<()> {
-    let DecodeArgs { bench: args, samples, batch, recorded } = args;
+    let DecodeArgs { bench: args, samples, batch, graph_capture } = args;
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let sinks = Sinks::open(&args.json, args.plot.as_deref())?;
@@ -85,16 +85,16 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let contexts = args.contexts(&model, timed_steps(*samples));
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
     let copied = sinks.start(&device, &what)?;
-    let ways = if *recorded { &[false, true][..] } else { &[false] };
+    let ways = if *graph_capture { &[false, true][..] } else { &[false] };
     let caches = configs(&args.caches);
     let subjects: Vec<_> = caches
         .iter()
         .flat_map(|cache| batch.iter().map(move |&batch| (cache, batch)))
         .flat_map(|(cache, batch)| {
-            ways.iter().map(move |&recorded| DecodeSubject {
+            ways.iter().map(move |&graph_capture| DecodeSubject {
                 cache: cache.clone(),
                 batch,
-                recorded,
+                graph_capture,
             })
         })
         .collect();
@@ -113,8 +113,8 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
 /// Returns the name of a line of the chart; `several` if there are several batch sizes.
 fn name_of(point: &DecodePoint, several: bool) -> String {
     let DecodePoint { cache, batch, .. } = point;
-    match (point.recorded, several) {
-        (true, _) => format!("{cache} recorded"),
+    match (point.graph_capture, several) {
+        (true, _) => format!("{cache} replayed"),
         (false, false) => cache.clone(),
         (false, true) => format!("{cache} batch {batch}"),
     }
@@ -134,7 +134,7 @@ fn decode_table(points: &[DecodePoint], several: bool) -> Table {
         let ratio = points.iter().find(same).unwrap_or(point).tokens_per_second();
         table.push([
             point.context.to_string(),
-            if point.recorded { name_of(point, several) } else { point.cache.clone() },
+            if point.graph_capture { name_of(point, several) } else { point.cache.clone() },
             point.batch.to_string(),
             ms(point.seconds.median),
             ms(point.seconds.low),
