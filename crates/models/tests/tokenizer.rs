@@ -10,9 +10,9 @@ use std::{
     path::Path,
 };
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
 use common::{
-    bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf, write_vocabulary,
+    GgmlType, Value, bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf,
+    write_vocabulary,
 };
 use kv_models::{Error, Loaded, SaveOptions, Tokenizer, load, save};
 use serde::Deserialize;
@@ -130,7 +130,7 @@ fn sentencepiece_vocabularies_join_by_score() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("scores.gguf");
     for prefixed in [false, true] {
-        write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &metadata(prefixed));
+        write_gguf(&tiny("gpt2-tiny"), &file, GgmlType::F32, &metadata(prefixed));
         let tokenizer = Tokenizer::from_gguf(&file).unwrap();
         assert_eq!(tokenizer.leading_bos(), Some(1));
         for text in [
@@ -155,7 +155,7 @@ fn sentencepiece_vocabularies_join_by_score() {
     // A score is missing.
     let mut short = metadata(false);
     short[2].1 = Value::Array(vec![Value::F32(0.0)]);
-    write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &short);
+    write_gguf(&tiny("gpt2-tiny"), &file, GgmlType::F32, &short);
     let message = Tokenizer::from_gguf(&file).unwrap_err().to_string();
     assert!(message.contains("tokenizer.ggml.scores") && message.contains("275"), "{message}");
 }
@@ -313,7 +313,7 @@ fn texts_begin_as_in_llama_cpp() {
         let extra = bos_vocabulary(more);
         let extra: Vec<_> =
             extra.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &extra);
         load(&file, &device()).unwrap()
     };
     assert!(llama_cpp.begins_with_bos.len() > 5);
@@ -432,7 +432,7 @@ fn gguf_of(file: &Path, pre: Option<&str>, more: &[(&str, Value)]) -> Loaded {
     metadata.extend(pre.map(|pre| ("tokenizer.ggml.pre".into(), Value::String(pre.into()))));
     let metadata: Vec<_> =
         metadata.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-    write_gguf(&tiny("llama-tiny"), file, GgmlDType::F32, &metadata);
+    write_gguf(&tiny("llama-tiny"), file, GgmlType::F32, &metadata);
     load(file, &device()).unwrap()
 }
 
