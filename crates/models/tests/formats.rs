@@ -63,6 +63,18 @@ fn every_block_type_is_restored_as_the_gguf_package_restores_it() {
     }
 }
 
+/// Version 3 only added big-endian files.
+#[test]
+fn version_2_of_gguf_is_read_as_version_3() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("types.gguf");
+    let mut bytes = fs::read(gguf_types("types.gguf")).unwrap();
+    assert_eq!(bytes[4..8], 3u32.to_le_bytes());
+    bytes[4] = 2;
+    fs::write(&file, bytes).unwrap();
+    assert_eq!(restored(&llama(&file)), restored(&llama(&gguf_types("types.gguf"))));
+}
+
 #[test]
 fn a_split_gguf_loads_by_any_of_its_files() {
     let whole = restored(&llama(&gguf_types("types.gguf")));

@@ -1,5 +1,5 @@
-//! Quantizes floats to GGML's blocks, as <https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>
-//! defines them.
+//! Quantizes floats to GGML's blocks
+//! (<https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h>).
 //!
 //! The crates under test read these blocks, so this module shares no code with them. Ranges are
 //! chosen with less effort than in llama.cpp.

@@ -80,7 +80,7 @@ impl GgufTensor {
     }
 }
 
-/// What [`write_gguf_file`] writes: metadata and tensors.
+/// The metadata and tensors of a GGUF file.
 type Parts = (Vec<(String, Value)>, Vec<GgufTensor>);
 
 /// Writes a golden checkpoint as llama.cpp's converter does, in `dtype` where shapes allow. Returns
