@@ -1,15 +1,10 @@
 //! Benchmarks, for development: `cargo bench -p kv-weights --features flex`.
 //!
 //! The matrices are those of SmolLM2-135M in a Q4_1 file: 30 layers, used in turn, and the
-//! vocabulary in Q8_0. For comparison, the same blocks are multiplied by candle's `QMatMul`, which
-//! also rounds activations to bytes, and as restored weights by Burn's matmul.
+//! vocabulary in Q8_0. For comparison, Burn's matmul multiplies the restored weights.
 #![allow(missing_docs, reason = "a program")]
 
 use burn::tensor::{Bytes, Device, Distribution, Tensor};
-use candle_core::{
-    Module,
-    quantized::{GgmlDType, QMatMul, QStorage, QTensor},
-};
 use divan::{Bencher, counter::BytesCount};
 use kv_weights::{Activations, PackedMatrix, WeightFormat, project};
 
@@ -68,28 +63,6 @@ fn random(rows: usize, columns: usize) -> Tensor<3> {
     Tensor::random([1, rows, columns], Distribution::Normal(0.0, 1.0), &Device::flex())
 }
 
-fn candle(format: WeightFormat, shape: [usize; 2], seed: usize) -> QMatMul {
-    let dtype = match format {
-        WeightFormat::Q4_0 => GgmlDType::Q4_0,
-        WeightFormat::Q4_1 => GgmlDType::Q4_1,
-        WeightFormat::Q5_0 => GgmlDType::Q5_0,
-        WeightFormat::Q5_1 => GgmlDType::Q5_1,
-        WeightFormat::Q8_0 => GgmlDType::Q8_0,
-        WeightFormat::Q4K => GgmlDType::Q4K,
-        WeightFormat::Q5K => GgmlDType::Q5K,
-        _ => GgmlDType::Q6K,
-    };
-    let bytes = blocks(format, shape, seed);
-    let storage = QStorage::from_data(bytes.into(), &candle_core::Device::Cpu, dtype);
-    let tensor = QTensor::new(storage.expect("blocks"), (shape[0], shape[1])).expect("blocks");
-    QMatMul::from_qtensor(tensor).expect("a matrix")
-}
-
-fn candle_random(rows: usize, columns: usize) -> candle_core::Tensor {
-    candle_core::Tensor::randn(0f32, 1.0, (rows, columns), &candle_core::Device::Cpu)
-        .expect("numbers")
-}
-
 /// Times all products of a decode step for `N` sequences.
 #[divan::bench(args = ACTIVATIONS, consts = [1, 2, 8, 12, 16, 32], sample_count = 30)]
 fn step<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
@@ -101,20 +74,6 @@ fn step<const N: usize>(bencher: Bencher<'_, '_>, activations: Activations) {
         for matrix in &matrices {
             let x = &x[usize::from(matrix.dims()[1] == 1536)];
             divan::black_box(project(x.clone(), matrix, activations).expect("it fits"));
-        }
-    });
-}
-
-/// Times the decode step with candle.
-#[divan::bench(consts = [1, 8], sample_count = 30)]
-fn step_candle<const N: usize>(bencher: Bencher<'_, '_>) {
-    let matrices: Vec<_> =
-        model().into_iter().enumerate().map(|(i, (f, s))| (candle(f, s, i), s)).collect();
-    let x = [576, 1536].map(|columns| candle_random(N, columns));
-    bencher.bench_local(|| {
-        for (matrix, shape) in &matrices {
-            let x = &x[usize::from(shape[1] == 1536)];
-            divan::black_box(matrix.forward(x).expect("it fits"));
         }
     });
 }
@@ -146,19 +105,6 @@ fn prompt_restored<const N: usize>(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// Times the products of a layer with candle.
-#[divan::bench(consts = [64, 512], sample_count = 30)]
-fn prompt_candle<const N: usize>(bencher: Bencher<'_, '_>) {
-    let matrices = LAYER.map(|shape| (candle(WeightFormat::Q4_1, shape, 1), shape));
-    let x = [576, 1536].map(|columns| candle_random(N, columns));
-    bencher.bench_local(|| {
-        for (matrix, shape) in &matrices {
-            let x = &x[usize::from(shape[1] == 1536)];
-            divan::black_box(matrix.forward(x).expect("it fits"));
-        }
-    });
-}
-
 /// Times one row by `[8192, 4096]` in each format, with activations rounded to `BITS` bits.
 #[divan::bench(args = WeightFormat::ALL, consts = [8, 16], sample_count = 30)]
 fn row<const BITS: usize>(bencher: Bencher<'_, '_>, format: &WeightFormat) {
@@ -167,11 +113,4 @@ fn row<const BITS: usize>(bencher: Bencher<'_, '_>, format: &WeightFormat) {
     bencher.counter(BytesCount::new(matrix.layout().bytes())).bench_local(|| {
         divan::black_box(project(x.clone(), &matrix, activations).expect("it fits"))
     });
-}
-
-/// Times the same product with candle.
-#[divan::bench(args = &WeightFormat::ALL[..8], sample_count = 30)]
-fn row_candle(bencher: Bencher<'_, '_>, format: &WeightFormat) {
-    let (matrix, x) = (candle(*format, [8192, 4096], 1), candle_random(1, 4096));
-    bencher.bench_local(|| divan::black_box(matrix.forward(&x).expect("it fits")));
 }

@@ -9,8 +9,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{assert_contains, converted, copy, device, failure, fixture, tiny, write_gguf};
+use common::{
+    GgmlType, Value, assert_contains, converted, copy, device, failure, fixture, tiny, write_gguf,
+};
 use kv_models::{LoadOptions, kv_weights::Activations, load, load_with};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::Dtype;
@@ -30,7 +31,7 @@ fn tiny_gguf(folder: &Path) -> PathBuf {
         ("x.bool", Value::Bool(true)),
         ("x.nested", Value::Array(vec![Value::Array(vec![Value::U8(1)]); 2])),
     ];
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q8_0, &extra);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q8_0, &extra);
     file
 }
 
@@ -98,7 +99,7 @@ fn mutated_files_of_16_bits_never_panic() {
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let folder = converted("llama-tiny", Dtype::BF16, |_| true);
     let gguf = folder.path().join("model.gguf");
-    write_gguf(&tiny("llama-tiny"), &gguf, GgmlDType::F16, &[]);
+    write_gguf(&tiny("llama-tiny"), &gguf, GgmlType::F16, &[]);
     let safetensors = folder.path().join("model.safetensors");
     for (path, file) in [(&gguf, &gguf), (&folder.path().to_path_buf(), &safetensors)] {
         let n_failed = mutate_with(path, file, 1500, 500, options);
@@ -193,7 +194,7 @@ fn wrong_gguf_content_is_named() {
     ];
     for (key, value, parts) in cases {
         // A later key replaces an earlier one.
-        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[(key, value)]);
+        write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &[(key, value)]);
         assert_contains(&failure(&file), parts);
     }
     fs::write(&file, b"not a model at all").unwrap();
@@ -204,7 +205,7 @@ fn wrong_gguf_content_is_named() {
 fn unknown_ggml_types_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("iq.gguf");
-    write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::F32, &[]);
+    write_gguf(&tiny("qwen2-tiny"), &file, GgmlType::F32, &[]);
     let mut bytes = fs::read(&file).unwrap();
     // name, u32 n_dims, two u64 dims, u32 type
     let name = b"token_embd.weight";
@@ -229,7 +230,7 @@ fn offset_of(bytes: &[u8], tensor: &str) -> usize {
 fn overlapping_tensors_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("overlap.gguf");
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &[]);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &[]);
     let bytes = fs::read(&file).unwrap();
     // The order of tensors in the file differs from run to run. The smaller one moves into the
     // larger one, so that neither ends past the file.
@@ -260,7 +261,7 @@ fn values_of_wrong_types_are_quoted() {
     ];
     for (value, expected) in cases {
         let extra = [("llama.attention.head_count", value)];
-        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &extra);
         assert_contains(&failure(&file), &[expected]);
     }
 }

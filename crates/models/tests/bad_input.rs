@@ -6,9 +6,8 @@ mod common;
 use std::{fs, path::Path};
 
 use burn::tensor::{Int, Tensor};
-use candle_core::quantized::GgmlDType;
 use common::{
-    Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
+    GgmlType, Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
     with_tensors, write_gguf,
 };
 use kv_models::{Error, Tokenizer, kv_cubecl::KvCacheConfig, llama::Llama, load};
@@ -233,10 +232,10 @@ fn leftover_tensors_are_named() {
     let norm = with_tensors("llama-tiny", |t| {
         t.push(vector("model.layers.1.self_attn.q_norm.weight", 16));
     });
-    write_gguf(norm.path(), &file, GgmlDType::F32, &[]);
+    write_gguf(norm.path(), &file, GgmlType::F32, &[]);
     assert_contains(&failure(&file), &["1 tensor ", "blk.1.attn_q_norm.weight"]);
     let rotary = with_tensors("gpt2-tiny", |t| t.push(vector("rope_freqs.weight", 8)));
-    write_gguf(rotary.path(), &file, GgmlDType::F32, &[]);
+    write_gguf(rotary.path(), &file, GgmlType::F32, &[]);
     assert_contains(&failure(&file), &["1 tensor ", "rope_freqs.weight"]);
 }
 

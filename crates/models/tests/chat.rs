@@ -5,8 +5,7 @@ mod common;
 
 use std::{collections::HashMap, fs};
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{copy, device, fixture, smollm2, tiny, write_gguf};
+use common::{GgmlType, Value, copy, device, fixture, smollm2, tiny, write_gguf};
 use kv_models::{ChatTemplate, Error, SaveOptions, Tokenizer, chat::Message, load, save};
 use serde::Deserialize;
 
@@ -113,7 +112,7 @@ fn templates_are_found_in_files() {
         ("tokenizer.ggml.eos_token_id", Value::U32(2)),
     ]);
     let extra: Vec<_> = extra.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &extra);
     let loaded = load(&file, &device()).unwrap();
     let tokenizer = loaded.tokenizer.unwrap();
     let rendered = |tokenizer: &Tokenizer| {

@@ -6,8 +6,7 @@ mod common;
 
 use std::{cell::RefCell, path::Path, rc::Rc};
 
-use candle_core::quantized::GgmlDType;
-use common::{TINY, converted, device, fixture, tiny, write_gguf};
+use common::{GgmlType, TINY, converted, device, fixture, tiny, write_gguf};
 use kv_models::{
     Advice, ConfigJson, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned,
     Result, Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig,
@@ -65,7 +64,7 @@ fn planned_sizes_match_allocated_ones() {
     let packed = LoadOptions::default().with_packed(Some(Activations::Int8));
     for name in TINY {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
-        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         let halves = [Dtype::BF16, Dtype::F16].map(|dtype| converted(name, dtype, |_| true));
         let [bf16, f16] = halves.each_ref().map(|folder| folder.path().to_path_buf());
         for (path, options) in [
@@ -273,7 +272,7 @@ fn a_tensor_beyond_a_buffer_is_named() {
 fn divisible_tensors_may_exceed_a_buffer() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q4_0, &[]);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q4_0, &[]);
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let load = |options: LoadOptions, most| {
         let limit = MemoryLimit::new(None, "").with_buffer(Some(most));

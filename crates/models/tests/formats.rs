@@ -10,10 +10,9 @@ use std::{
 };
 
 use burn::tensor::{Int, Tensor};
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
 use common::{
-    copy, device, expected, fixture, max_difference, read_tensors, small, tiny, write_gguf,
-    write_gguf_file, write_vocabulary,
+    GgmlType, Value, byte_vocabulary, copy, device, expected, fixture, gguf_parts, max_difference,
+    read_tensors, small, tiny, write_gguf, write_gguf_file,
 };
 use kv_models::{
     LanguageModel, LayerSpec, SaveOptions, Tokenizer,
@@ -64,6 +63,18 @@ fn every_block_type_is_restored_as_the_gguf_package_restores_it() {
     }
 }
 
+/// Version 3 only added big-endian files.
+#[test]
+fn version_2_of_gguf_is_read_as_version_3() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("types.gguf");
+    let mut bytes = fs::read(gguf_types("types.gguf")).unwrap();
+    assert_eq!(bytes[4..8], 3u32.to_le_bytes());
+    bytes[4] = 2;
+    fs::write(&file, bytes).unwrap();
+    assert_eq!(restored(&llama(&file)), restored(&llama(&gguf_types("types.gguf"))));
+}
+
 #[test]
 fn a_split_gguf_loads_by_any_of_its_files() {
     let whole = restored(&llama(&gguf_types("types.gguf")));
@@ -78,24 +89,16 @@ fn a_split_gguf_loads_by_any_of_its_files() {
 fn a_split_gguf_has_its_vocabulary_in_the_first_file() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole.gguf");
-    write_vocabulary(&whole, "gpt2", "gpt-2", &[]);
+    let (metadata, tensors) =
+        gguf_parts(&tiny("gpt2-tiny"), GgmlType::F32, &byte_vocabulary("gpt2", "gpt-2", &[]));
+    write_gguf_file(&whole, &metadata, &tensors);
     let [first, second] =
         [1, 2].map(|i| folder.path().join(format!("parts-0000{i}-of-00002.gguf")));
     // All tensors in the second file, as with llama.cpp's `--no-tensor-first-split`.
     let part = |no: u16| {
         vec![("split.no".to_string(), Value::U16(no)), ("split.count".to_string(), Value::U16(2))]
     };
-    let mut reader = fs::File::open(&whole).unwrap();
-    let content = candle_core::quantized::gguf_file::Content::read(&mut reader).unwrap();
-    let tensors: Vec<_> = content
-        .tensor_infos
-        .keys()
-        .map(|name| {
-            let cpu = candle_core::Device::Cpu;
-            (name.clone(), content.tensor(&mut reader, name, &cpu).unwrap())
-        })
-        .collect();
-    let metadata = content.metadata.into_iter().chain(part(0)).collect::<Vec<_>>();
+    let metadata: Vec<_> = metadata.into_iter().chain(part(0)).collect();
     write_gguf_file(&first, &metadata, &[]);
     write_gguf_file(&second, &part(1), &tensors);
 
@@ -181,7 +184,7 @@ fn compare_with_a_missing_layer(
     folder: &Path,
     ids: &Tensor<2, Int>,
     logits: &Tensor<3>,
-    types: &[(GgmlDType, f32)],
+    types: &[(GgmlType, f32)],
 ) {
     let changed = |model: Llama| {
         let model = LanguageModel::new(model);
@@ -213,13 +216,13 @@ fn blocks_of_32_change_the_logits_far_less_than_a_missing_layer() {
     let folder = tiny("qwen2-tiny");
     let expected = expected(&folder, &device());
     let types = [
-        (GgmlDType::F16, 0.001),
-        (GgmlDType::BF16, 0.0075),
-        (GgmlDType::Q8_0, 0.027),
-        (GgmlDType::Q5_1, 0.17),
-        (GgmlDType::Q5_0, 0.22),
-        (GgmlDType::Q4_1, 0.38),
-        (GgmlDType::Q4_0, 0.36),
+        (GgmlType::F16, 0.001),
+        (GgmlType::BF16, 0.0075),
+        (GgmlType::Q8_0, 0.027),
+        (GgmlType::Q5_1, 0.17),
+        (GgmlType::Q5_0, 0.22),
+        (GgmlType::Q4_1, 0.38),
+        (GgmlType::Q4_0, 0.36),
     ];
     compare_with_a_missing_layer(&folder, &expected.ids, &expected.logits, &types);
 }
@@ -244,12 +247,12 @@ fn blocks_of_256_change_the_logits_less_than_a_missing_layer() {
     let tokenizer = Tokenizer::train_bpe(["a text"].iter(), 257).unwrap();
     save(folder.path(), &model, &tokenizer, SaveOptions::default()).unwrap();
     let types = [
-        (GgmlDType::Q8_0, 0.019),
-        (GgmlDType::Q6K, 0.066),
-        (GgmlDType::Q5K, 0.13),
-        (GgmlDType::Q4K, 0.27),
-        (GgmlDType::Q3K, 0.52),
-        (GgmlDType::Q2K, 0.85),
+        (GgmlType::Q8_0, 0.019),
+        (GgmlType::Q6K, 0.066),
+        (GgmlType::Q5K, 0.13),
+        (GgmlType::Q4K, 0.27),
+        (GgmlType::Q3K, 0.52),
+        (GgmlType::Q2K, 0.85),
     ];
     compare_with_a_missing_layer(folder.path(), &ids, &logits, &types);
 }

@@ -11,8 +11,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{assert_contains, device, tiny, write_gguf};
+use common::{GgmlType, Value, assert_contains, device, tiny, write_gguf};
 use kv_models::load;
 
 struct Counting;
@@ -85,7 +84,7 @@ fn unused_arrays_take_no_memory() {
         ("tokenizer.ggml.tokens", Value::Array(tokens)),
         ("tokenizer.ggml.merges", Value::Array(vec![])),
     ];
-    write_gguf(&tiny("llama-tiny"), &small, GgmlDType::Q8_0, &extra);
+    write_gguf(&tiny("llama-tiny"), &small, GgmlType::Q8_0, &extra);
     let gguf = fs::read(&small).unwrap();
     let large = folder.path().join("large.gguf");
     // The first load creates threads and other things that are not counted.

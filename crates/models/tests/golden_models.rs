@@ -6,10 +6,9 @@ mod common;
 use std::{fs, path::Path};
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
 use common::{
-    TINY, copy, device, expected, f32s, fixture, golden, max_difference, tiny, with_config,
-    write_gguf,
+    GgmlType, TINY, Value, copy, device, expected, f32s, fixture, golden, max_difference, tiny,
+    with_config, write_gguf,
 };
 use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
 use safetensors::SafeTensors;
@@ -63,7 +62,7 @@ fn tiny_checkpoints_survive_gguf() {
     let folder = tempfile::tempdir().unwrap();
     for name in TINY {
         let file = folder.path().join(name).with_extension("gguf");
-        write_gguf(&tiny(name), &file, GgmlDType::F32, &[]);
+        write_gguf(&tiny(name), &file, GgmlType::F32, &[]);
         check(&file, &tiny(name), TOLERANCE);
     }
 }
@@ -220,7 +219,7 @@ fn sliding_windows_are_read_from_every_format() {
     assert_eq!(windows(by_number.path()), [None, Some(128)]);
     let gguf = mixed.path().join("window.gguf");
     let window = [("llama.attention.sliding_window", Value::U32(128))];
-    write_gguf(&tiny("llama-tiny"), &gguf, GgmlDType::F32, &window);
+    write_gguf(&tiny("llama-tiny"), &gguf, GgmlType::F32, &window);
     assert!(windows(&gguf).iter().all(|window| *window == Some(128)));
 }
 
@@ -229,7 +228,7 @@ fn phi3_with_long_contexts_takes_the_factors_of_its_cache() {
     let device = device();
     let folder = phi3("config-128k.json"); // factors change past 32 tokens
     let gguf = folder.path().join("longrope.gguf");
-    write_gguf(folder.path(), &gguf, GgmlDType::F32, &[]);
+    write_gguf(folder.path(), &gguf, GgmlType::F32, &[]);
     for path in [folder.path(), &gguf] {
         let loaded = load(path, &device).unwrap();
         let model = loaded.model;

@@ -10,8 +10,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use candle_core::quantized::GgmlDType;
-use common::{fixture, tiny, write_gguf};
+use common::{GgmlType, fixture, tiny, write_gguf};
 use cubecl::logging::{
     Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
 };
@@ -109,7 +108,7 @@ fn bytes_of_a_step_are_those_of_the_plan() {
     let scratch = tempfile::tempdir().unwrap();
     for name in ["llama-tiny", "phi3-tiny"] {
         let file = scratch.path().join(name).with_extension("gguf");
-        write_gguf(&tiny(name), &file, GgmlDType::Q4_0, &[]);
+        write_gguf(&tiny(name), &file, GgmlType::Q4_0, &[]);
         let config: KvCacheConfig = "k4v4-g8-r8".parse().unwrap();
         let config = config.with_capacity(64);
         let options = LoadOptions::default().with_packed(Some(Activations::Exact));
@@ -162,7 +161,7 @@ fn launches_of_a_step() {
     const OF_A_STEP: usize = 4;
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("llama.gguf");
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q4_0, &[]);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q4_0, &[]);
     let (counted, layers) = launched(&file);
     let total: usize = counted.values().sum();
     assert!(

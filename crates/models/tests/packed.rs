@@ -9,8 +9,9 @@ use burn::{
     module::Module,
     tensor::{Device, Int, Tensor},
 };
-use candle_core::quantized::{GgmlDType, gguf_file};
-use common::{TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf};
+use common::{
+    GgmlType, TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf,
+};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::KvCacheConfig,
@@ -44,7 +45,7 @@ fn packed_models_match_restored_ones() {
     let scratch = tempfile::tempdir().unwrap();
     for name in TINY {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
-        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         let (restored, packed, notes) = both(&file, Activations::Exact);
         assert!(!notes.iter().any(|note| note.contains("restored to f32")), "{name}: {notes:?}");
         assert_eq!(packed.n_weights(), restored.n_weights(), "{name}");
@@ -117,7 +118,7 @@ fn experts_stay_in_mxfp4() {
 fn matrices_of_16_bits_stay_packed() {
     let scratch = tempfile::tempdir().unwrap();
     for name in TINY {
-        for (dtype, ggml) in [(Dtype::BF16, GgmlDType::BF16), (Dtype::F16, GgmlDType::F16)] {
+        for (dtype, ggml) in [(Dtype::BF16, GgmlType::BF16), (Dtype::F16, GgmlType::F16)] {
             let (folder, file) =
                 (converted(name, dtype, |_| true), scratch.path().join("model.gguf"));
             write_gguf(&tiny(name), &file, ggml, &[]);
@@ -181,7 +182,7 @@ fn several_buffers_match_one(device: &Device, most: f32) {
     let scratch = tempfile::tempdir().unwrap();
     for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
-        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         // A row of 64 numbers takes 36 bytes, and the embedding has 256 rows.
         let options = LoadOptions::default().with_packed(Some(Activations::Exact));
         let load = |options| load_with(&file, device, options).unwrap().model;
@@ -221,7 +222,7 @@ fn a_large_matrix_is_divided_on_wgpu() {
 fn a_packed_model_is_saved_restored() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
-    write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::Q8_0, &[]);
+    write_gguf(&tiny("qwen2-tiny"), &file, GgmlType::Q8_0, &[]);
     let (restored, packed, _) = both(&file, Activations::Int8);
     let tokenizer = Tokenizer::from_file(fixture("bos").join("tokenizer.json"), &[2]).unwrap();
     let written = |model: &LanguageModel, name: &str| {
@@ -239,12 +240,10 @@ fn a_packed_model_is_saved_restored() {
 fn scales_that_are_not_finite_are_named() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
-    write_gguf(&tiny("qwen2-tiny"), &file, GgmlDType::Q8_0, &[]);
+    let starts = write_gguf(&tiny("qwen2-tiny"), &file, GgmlType::Q8_0, &[]);
     let mut bytes = fs::read(&file).unwrap();
-    let content = gguf_file::Content::read(&mut fs::File::open(&file).unwrap()).unwrap();
-    let tensor = &content.tensor_infos["token_embd.weight"];
     // Its third block: a scale (f16), then 32 codes.
-    let scale = (content.tensor_data_offset + tensor.offset) as usize + 2 * 34;
+    let scale = starts["token_embd.weight"] + 2 * 34;
     bytes[scale..scale + 2].copy_from_slice(&half::f16::INFINITY.to_le_bytes());
     fs::write(&file, bytes).unwrap();
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
@@ -263,7 +262,7 @@ fn packed_models_on_wgpu_match_the_cpu() {
     let scratch = tempfile::tempdir().unwrap();
     let written = TINY.iter().map(|name| {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
-        write_gguf(&folder, &file, GgmlDType::Q4_0, &[]);
+        write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         file
     });
     let halves = [("llama-tiny", Dtype::F16), ("gpt2-tiny", Dtype::BF16)];

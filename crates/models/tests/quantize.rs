@@ -6,10 +6,9 @@ mod common;
 use std::{collections::BTreeMap, fs, path::Path};
 
 use burn::tensor::Tensor;
-use candle_core::quantized::GgmlDType;
 use common::{
-    TINY, assert_contains, copy, device, expected, failure, fixture, max_difference, read_tensors,
-    tiny, write_gguf,
+    GgmlType, TINY, assert_contains, copy, device, expected, failure, fixture, max_difference,
+    read_tensors, tiny, write_gguf,
 };
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, QuantizeOptions, SaveOptions, Tokenizer, WeightDtype,
@@ -166,7 +165,7 @@ fn integers_of_compressed_tensors_are_read() {
 fn blocks_of_a_file_are_quantized_from_restored_numbers() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
-    write_gguf(&tiny("llama-tiny"), &file, GgmlDType::Q8_0, &[]);
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q8_0, &[]);
     let folders = ["restored", "packed"].map(|name| scratch.path().join(name));
     let how = Quantize::default();
     write(&load(&file, &device()).unwrap().model, &folders[0], [Some(INT4); 3], how);

@@ -10,10 +10,9 @@ use std::{
 };
 
 use burn::tensor::{Device, Tensor, Tolerance};
-use candle_core::quantized::GgmlDType;
 use common::{
-    TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2, tiny,
-    write_gguf, write_vocabulary,
+    GgmlType, TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2,
+    tiny, write_gguf, write_vocabulary,
 };
 use half::f16;
 use kv_models::{
@@ -127,7 +126,7 @@ fn gguf_files_become_folders() {
     let folder = tempfile::tempdir().unwrap();
     let gguf = folder.path().join("tiny.gguf");
     for name in ["qwen2-tiny", "phi3-tiny", "llama-tiny", "llama3-rope-tiny"] {
-        write_gguf(&tiny(name), &gguf, GgmlDType::Q8_0, &[]);
+        write_gguf(&tiny(name), &gguf, GgmlType::Q8_0, &[]);
         let model = load(&gguf, &device).unwrap().model;
         let saved = tempfile::tempdir().unwrap();
         save(saved.path(), &model, &words(), SaveOptions::default()).unwrap();

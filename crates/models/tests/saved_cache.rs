@@ -280,7 +280,7 @@ fn packed_and_restored_weights_are_distinguished() {
     let on = device();
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("model.gguf");
-    let kind = candle_core::quantized::GgmlDType::Q4_0;
+    let kind = common::GgmlType::Q4_0;
     common::write_gguf(&tiny("llama-tiny"), &file, kind, &[]);
     let packed = |activations| {
         let options = LoadOptions::default().with_packed(Some(activations));

@@ -14,10 +14,9 @@ use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
-use candle_core::quantized::GgmlDType;
 use common::{
-    assert_contains, converted, device, expected, f32s, fixture, max_difference, small, tiny,
-    with_tensors, write_gguf,
+    GgmlType, assert_contains, converted, device, expected, f32s, fixture, max_difference, small,
+    tiny, with_tensors, write_gguf,
 };
 use half::{bf16, f16};
 use kv_models::{
@@ -217,8 +216,8 @@ fn gguf_files_keep_16_bits_and_restore_blocks_to_them() {
     let gguf = folder.path().join("tiny.gguf");
     for name in MODELS {
         for (blocks, dtype, stored) in [
-            (GgmlDType::BF16, WeightDtype::Bf16, DType::BF16),
-            (GgmlDType::F16, WeightDtype::F16, DType::F16),
+            (GgmlType::BF16, WeightDtype::Bf16, DType::BF16),
+            (GgmlType::F16, WeightDtype::F16, DType::F16),
         ] {
             write_gguf(&tiny(name), &gguf, blocks, &[]);
             let loaded = load_with(&gguf, &device, options(WeightDtype::Auto)).unwrap();
@@ -227,7 +226,7 @@ fn gguf_files_keep_16_bits_and_restore_blocks_to_them() {
             assert_eq!(loaded.model.dtype(), stored);
             assert_eq!(parameters(&loaded.model), parameters(&folder), "{name} {dtype}");
         }
-        write_gguf(&tiny(name), &gguf, GgmlDType::Q8_0, &[]);
+        write_gguf(&tiny(name), &gguf, GgmlType::Q8_0, &[]);
         assert_eq!(load_as(&gguf, WeightDtype::Auto).dtype(), DType::F32);
         let (wide, narrow) = (load_as(&gguf, WeightDtype::F32), load_as(&gguf, WeightDtype::Bf16));
         let rounded: Vec<_> = parameters(&wide)

@@ -9,9 +9,9 @@ use std::{
     path::Path,
 };
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
 use common::{
-    bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf, write_vocabulary,
+    GgmlType, Value, bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf,
+    write_vocabulary,
 };
 use kv_models::{Error, Loaded, Tokenizer, load};
 use serde_json::{Value as Json, json};
@@ -128,7 +128,7 @@ fn sentencepiece_vocabularies_join_by_score() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("scores.gguf");
     for prefixed in [false, true] {
-        write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &metadata(prefixed));
+        write_gguf(&tiny("gpt2-tiny"), &file, GgmlType::F32, &metadata(prefixed));
         let tokenizer = Tokenizer::from_gguf(&file).unwrap();
         assert_eq!(tokenizer.leading_bos(), Some(1));
         for text in [
@@ -153,7 +153,7 @@ fn sentencepiece_vocabularies_join_by_score() {
     // A score is missing.
     let mut short = metadata(false);
     short[2].1 = Value::Array(vec![Value::F32(0.0)]);
-    write_gguf(&tiny("gpt2-tiny"), &file, GgmlDType::F32, &short);
+    write_gguf(&tiny("gpt2-tiny"), &file, GgmlType::F32, &short);
     let message = Tokenizer::from_gguf(&file).unwrap_err().to_string();
     assert!(message.contains("tokenizer.ggml.scores") && message.contains("275"), "{message}");
 }
@@ -324,7 +324,7 @@ fn gguf_of(file: &Path, pre: Option<&str>, more: &[(&str, Value)]) -> Loaded {
     metadata.extend(pre.map(|pre| ("tokenizer.ggml.pre".into(), Value::String(pre.into()))));
     let metadata: Vec<_> =
         metadata.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-    write_gguf(&tiny("llama-tiny"), file, GgmlDType::F32, &metadata);
+    write_gguf(&tiny("llama-tiny"), file, GgmlType::F32, &metadata);
     load(file, &device()).unwrap()
 }
 

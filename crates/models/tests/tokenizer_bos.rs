@@ -5,8 +5,7 @@ mod common;
 
 use std::{collections::HashMap, fs};
 
-use candle_core::quantized::{GgmlDType, gguf_file::Value};
-use common::{bos_vocabulary, device, fixture, tiny, write_gguf};
+use common::{GgmlType, Value, bos_vocabulary, device, fixture, tiny, write_gguf};
 use kv_models::{SaveOptions, Tokenizer, load, save};
 use serde::Deserialize;
 use serde_json::Value as Json;
@@ -84,7 +83,7 @@ fn texts_begin_as_in_llama_cpp() {
         let extra = bos_vocabulary(more);
         let extra: Vec<_> =
             extra.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-        write_gguf(&tiny("llama-tiny"), &file, GgmlDType::F32, &extra);
+        write_gguf(&tiny("llama-tiny"), &file, GgmlType::F32, &extra);
         load(&file, &device()).unwrap()
     };
     assert!(llama_cpp.begins_with_bos.len() > 5);

@@ -1,12 +1,8 @@
-//! Restored numbers and products compared with the Python package gguf and with candle.
+//! Restored numbers and products compared with the Python package gguf.
 
 use std::{fs, path::PathBuf};
 
 use burn::tensor::{Device, Int, Tensor};
-use candle_core::{
-    Module as _,
-    quantized::{GgmlDType, QMatMul, QStorage, QTensor},
-};
 use kv_weights::{Activations, PackedLayout, WeightFormat, lookup, project, reference};
 
 use crate::common::{Blocks, Rng, device_blocks, host, magnitudes, matrix, stamp};
@@ -14,7 +10,7 @@ use crate::common::{Blocks, Rng, device_blocks, host, magnitudes, matrix, stamp}
 stamp!(
     fixtures_are_restored_bit_for_bit,
     every_16_bit_float_widens_exactly,
-    numbers_and_products_match_candle
+    products_match_the_numbers_of_the_gguf_package
 );
 
 fn fixture(name: &str) -> Vec<u8> {
@@ -33,22 +29,34 @@ fn assert_same(name: &str, got: &[f32], expected: &[f32]) {
     }
 }
 
+/// Returns the blocks `NAME.blocks` and the numbers that the gguf package restores from them.
+fn blocks_and_numbers(format: WeightFormat, name: &str) -> (Vec<u8>, Vec<f32>) {
+    let numbers = fixture(&format!("{name}.f32"));
+    let numbers = numbers.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    let (blocks, numbers) = (fixture(&format!("{name}.blocks")), numbers.collect::<Vec<_>>());
+    assert_eq!(blocks.len() / format.block_bytes() * format.block_numbers(), numbers.len());
+    (blocks, numbers)
+}
+
+/// Returns the formats of GGUF files.
+fn ggml_formats() -> impl Iterator<Item = WeightFormat> {
+    WeightFormat::ALL.iter().copied().filter(|format| format.ggml_type().is_some())
+}
+
 fn fixtures_are_restored_bit_for_bit(device: &Device) {
-    let formats = WeightFormat::ALL.iter().filter(|format| format.ggml_type().is_some());
-    for &format in formats {
-        let bytes = fixture(&format!("{format}.blocks"));
-        let expected: Vec<f32> = fixture(&format!("{format}.f32"))
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|bytes| f32::from_le_bytes(*bytes))
-            .collect();
-        assert_same(format.name(), &reference::restore(format, &bytes), &expected);
-        assert_same(format.name(), &format.restore(&bytes), &expected);
+    let files = ggml_formats().flat_map(|format| {
+        // All 16-bit floats are compared below.
+        let matrix = (!format.is_float()).then(|| format!("{format}-matrix"));
+        [format.to_string()].into_iter().chain(matrix).map(move |name| (format, name))
+    });
+    for (format, name) in files {
+        let (bytes, expected) = blocks_and_numbers(format, &name);
+        assert_same(&name, &reference::restore(format, &bytes), &expected);
+        assert_same(&name, &format.restore(&bytes), &expected);
         let rows = bytes.len() / format.block_bytes();
         let blocks = Blocks { format, shape: [rows, format.block_numbers()], bytes };
         let restored = device_blocks(&blocks, device).restore().unwrap().into_data();
-        assert_same(format.name(), &restored.try_into_vec::<f32>().unwrap(), &expected);
+        assert_same(&name, &restored.try_into_vec::<f32>().unwrap(), &expected);
     }
 }
 
@@ -94,41 +102,31 @@ fn infinite_and_nan_floats_are_found() {
     }
 }
 
-fn numbers_and_products_match_candle(device: &Device) {
-    let cpu = candle_core::Device::Cpu;
-    for (i, (format, dtype)) in [
-        (WeightFormat::Q4_0, GgmlDType::Q4_0),
-        (WeightFormat::Q4_1, GgmlDType::Q4_1),
-        (WeightFormat::Q5_0, GgmlDType::Q5_0),
-        (WeightFormat::Q5_1, GgmlDType::Q5_1),
-        (WeightFormat::Q8_0, GgmlDType::Q8_0),
-        (WeightFormat::Q4K, GgmlDType::Q4K),
-        (WeightFormat::Q5K, GgmlDType::Q5K),
-        (WeightFormat::Q6K, GgmlDType::Q6K),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let mut rng = Rng::new(400 + i as u64);
+/// Products with the blocks of a matrix are those with the numbers that the gguf package restores.
+fn products_match_the_numbers_of_the_gguf_package(device: &Device) {
+    for (i, format) in ggml_formats().filter(|format| !format.is_float()).enumerate() {
         let ([rows, columns], n) = ([40, 768], 3);
-        let blocks = Blocks::random(&mut rng, format, [rows, columns]);
-        let x = rng.normals(n * columns);
-        let storage = QStorage::from_data(blocks.bytes.clone().into(), &cpu, dtype).unwrap();
-        let theirs = QTensor::new(storage, (rows, columns)).unwrap();
-        let numbers = theirs.dequantize(&cpu).unwrap().flatten_all().unwrap();
-        assert_same(format.name(), &blocks.restored(), &numbers.to_vec1::<f32>().unwrap());
-
-        let ours = device_blocks(&blocks, device);
-        let ours = project(matrix(&x, columns, device), &ours, Activations::Int8).unwrap();
-        let x_theirs = candle_core::Tensor::from_vec(x.clone(), (n, columns), &cpu).unwrap();
-        let theirs = QMatMul::from_qtensor(theirs).unwrap().forward(&x_theirs).unwrap();
-        let theirs = theirs.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let sums = reference::project(&magnitudes(&x), &magnitudes(&blocks.restored()), columns);
-        let ours = host(ours);
-        for ((ours, theirs), sum) in ours.iter().zip(&theirs).zip(sums) {
-            // Both round activations, but to different steps.
-            let error = f64::from((ours - theirs).abs());
-            assert!(error <= 0.02 * sum, "{format}: {ours}, {theirs} of candle");
+        let (bytes, numbers) = blocks_and_numbers(format, &format!("{format}-matrix"));
+        let copies = rows * columns / numbers.len();
+        let (bytes, numbers) = (bytes.repeat(copies), numbers.repeat(copies));
+        let blocks = device_blocks(&Blocks { format, shape: [rows, columns], bytes }, device);
+        let x = Rng::new(400 + i as u64).normals(n * columns);
+        let expected = reference::project(&x, &numbers, columns);
+        let sums = reference::project(&magnitudes(&x), &magnitudes(&numbers), columns);
+        // Rounding is off by at most half a step. The largest of 32 numbers is at most five times
+        // their mean magnitude.
+        for (activations, tolerance) in
+            [(Activations::Exact, 1e-6), (Activations::Int8, 5.0 * 0.5 / 127.0)]
+        {
+            let got = host(project(matrix(&x, columns, device), &blocks, activations).unwrap());
+            assert_eq!(got.len(), expected.len());
+            for ((got, expected), sum) in got.iter().zip(&expected).zip(&sums) {
+                let error = (f64::from(*got) - expected).abs();
+                assert!(
+                    error <= tolerance * sum,
+                    "{format}, {activations:?}: {got}, not {expected}"
+                );
+            }
         }
     }
 }

@@ -1,8 +1,6 @@
 //! The header of a GGUF file. Every length is checked against the file.
 //!
-//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. `candle-core` also has a
-//! reader of this header, but it divides by an alignment of zero, and its error for an unknown type
-//! does not name the tensor.
+//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 use std::{borrow::Cow, collections::HashMap, fmt, iter, ops::Range, path::Path};
 

@@ -1,20 +1,102 @@
-//! Writes GGUF files for tests.
+//! Writes GGUF files for tests (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>).
 
-use std::{fs, path::Path};
+use std::{collections::HashMap, fs, path::Path};
 
-use candle_core::{
-    Device as Cpu, Tensor as CandleTensor,
-    quantized::{
-        GgmlDType, QTensor,
-        gguf_file::{self, Value},
-    },
-};
 use serde_json::Value as Json;
 
-use super::{fixture, read_tensors, tiny};
+use super::{GgmlType, fixture, read_tensors, tiny};
 
-/// Writes a golden checkpoint as llama.cpp's converter does, in `dtype` where shapes allow.
-pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[(&str, Value)]) {
+/// A metadata value.
+#[derive(Clone, Debug)]
+pub(crate) enum Value {
+    U8(u8),
+    U16(u16),
+    U32(u32),
+    I32(i32),
+    F32(f32),
+    F64(f64),
+    Bool(bool),
+    String(String),
+    /// Values of one type.
+    Array(Vec<Self>),
+}
+
+impl Value {
+    /// Returns GGUF's number of the type.
+    fn kind(&self) -> u32 {
+        match self {
+            Self::U8(_) => 0,
+            Self::U16(_) => 2,
+            Self::U32(_) => 4,
+            Self::I32(_) => 5,
+            Self::F32(_) => 6,
+            Self::Bool(_) => 7,
+            Self::String(_) => 8,
+            Self::Array(_) => 9,
+            Self::F64(_) => 12,
+        }
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::U8(n) => out.push(*n),
+            Self::U16(n) => out.extend(n.to_le_bytes()),
+            Self::U32(n) => out.extend(n.to_le_bytes()),
+            Self::I32(n) => out.extend(n.to_le_bytes()),
+            Self::F32(x) => out.extend(x.to_le_bytes()),
+            Self::F64(x) => out.extend(x.to_le_bytes()),
+            Self::Bool(flag) => out.push(u8::from(*flag)),
+            Self::String(text) => write_string(text, out),
+            Self::Array(items) => {
+                // An empty array has a type too.
+                let kind = items.first().map_or(4, Self::kind);
+                assert!(items.iter().all(|item| item.kind() == kind));
+                out.extend(kind.to_le_bytes());
+                out.extend((items.len() as u64).to_le_bytes());
+                items.iter().for_each(|item| item.write(out));
+            }
+        }
+    }
+}
+
+fn write_string(text: &str, out: &mut Vec<u8>) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// A tensor of a GGUF file.
+pub(crate) struct GgufTensor {
+    name: String,
+    /// The outermost dimension first.
+    shape: Vec<usize>,
+    kind: GgmlType,
+    data: Vec<u8>,
+}
+
+impl GgufTensor {
+    fn new(name: String, shape: &[usize], values: &[f32], kind: GgmlType) -> Self {
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "{name}");
+        Self { name, shape: shape.to_vec(), kind, data: kind.quantize(values) }
+    }
+}
+
+/// The metadata and tensors of a GGUF file.
+type Parts = (Vec<(String, Value)>, Vec<GgufTensor>);
+
+/// Writes a golden checkpoint as llama.cpp's converter does, in `dtype` where shapes allow. Returns
+/// where the data of each tensor begins.
+pub(crate) fn write_gguf(
+    folder: &Path,
+    file: &Path,
+    dtype: GgmlType,
+    extra: &[(&str, Value)],
+) -> HashMap<String, usize> {
+    let (metadata, tensors) = gguf_parts(folder, dtype, extra);
+    write_gguf_file(file, &metadata, &tensors)
+}
+
+/// Returns what [`write_gguf`] writes.
+pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]) -> Parts {
     let config: Json =
         serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
     let arch = match config["model_type"].as_str().unwrap() {
@@ -80,7 +162,7 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
     let mut tensors = vec![];
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
         if name.contains("mlp.experts") {
-            tensors.extend(expert_tensors(&name, &shape, values, dtype));
+            tensors.extend(expert_tensors(&name, &shape, &values, dtype));
             continue;
         }
         let gguf = gguf_name(arch, &name);
@@ -88,10 +170,11 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
         if arch == "gemma3" && gguf.ends_with("norm.weight") {
             values.iter_mut().for_each(|gain| *gain += 1.0);
         }
-        let mut tensor = CandleTensor::from_vec(values, shape, &Cpu::Cpu).unwrap();
+        let mut shape = shape;
         let conv1d = arch == "gpt2" && (gguf.contains("ffn") || gguf.contains("attn_"));
-        if conv1d && tensor.rank() == 2 {
-            tensor = tensor.t().unwrap().contiguous().unwrap();
+        if conv1d && let [rows, columns] = shape[..] {
+            values = transposed(&values, columns);
+            shape = vec![columns, rows];
         }
         if matches!(arch, "llama" | "smollm3") {
             let heads = match gguf.split('.').nth(2) {
@@ -100,71 +183,108 @@ pub(crate) fn write_gguf(folder: &Path, file: &Path, dtype: GgmlDType, extra: &[
                 _ => None,
             };
             if let Some(heads) = heads {
-                let (rows, columns) = tensor.dims2().unwrap();
-                let halves = (heads as usize, 2, rows / heads as usize / 2, columns);
-                tensor = tensor.reshape(halves).unwrap().transpose(1, 2).unwrap();
-                tensor = tensor.contiguous().unwrap().reshape((rows, columns)).unwrap();
+                let [rows, columns] = shape[..] else { panic!("{gguf}: {shape:?}") };
+                // Of a head's channels, the two halves alternate.
+                let head = rows / heads as usize;
+                values = values
+                    .chunks(head * columns)
+                    .flat_map(|head| transposed_rows(head, columns, head.len() / columns / 2))
+                    .collect();
             }
         }
-        let fits = tensor.rank() == 2 && tensor.dims()[1].is_multiple_of(dtype.block_size());
-        let dtype = if fits { dtype } else { GgmlDType::F32 };
-        tensors.push((gguf, QTensor::quantize(&tensor, dtype).unwrap()));
+        let fits = matches!(shape[..], [_, columns] if columns.is_multiple_of(dtype.block_size()));
+        let dtype = if fits { dtype } else { GgmlType::F32 };
+        tensors.push(GgufTensor::new(gguf, &shape, &values, dtype));
     }
     let mut vectors = factors;
     if rope["rope_type"] == "llama3" {
         vectors.push(("rope_freqs.weight".into(), llama3_divisors(&config)));
     }
     for (name, values) in vectors {
-        let n = values.len();
-        let tensor = CandleTensor::from_vec(values, n, &Cpu::Cpu).unwrap();
-        tensors.push((name, QTensor::quantize(&tensor, GgmlDType::F32).unwrap()));
+        tensors.push(GgufTensor::new(name, &[values.len()], &values, GgmlType::F32));
     }
-    write_gguf_file(file, &metadata, &tensors);
+    (metadata, tensors)
 }
 
+/// Transposes a matrix with rows of `columns`.
+fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+/// Takes the rows of a matrix as `[n, half]` and returns them as `[half, n]`.
+fn transposed_rows(values: &[f32], columns: usize, half: usize) -> Vec<f32> {
+    let rows: Vec<_> = values.chunks(columns).collect();
+    let in_order = (0..half).flat_map(|i| rows.iter().skip(i).step_by(half));
+    in_order.flat_map(|row| row.iter().copied()).collect()
+}
+
+const ALIGNMENT: usize = 32;
+
+/// Writes a GGUF file of version 3 and returns where the data of each tensor begins.
 pub(crate) fn write_gguf_file(
     file: &Path,
     metadata: &[(String, Value)],
-    tensors: &[(String, QTensor)],
-) {
-    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    gguf_file::write(&mut fs::File::create(file).unwrap(), &metadata, &tensors).unwrap();
+    tensors: &[GgufTensor],
+) -> HashMap<String, usize> {
+    let mut out = b"GGUF".to_vec();
+    out.extend(3u32.to_le_bytes());
+    out.extend((tensors.len() as u64).to_le_bytes());
+    out.extend((metadata.len() as u64).to_le_bytes());
+    for (key, value) in metadata {
+        write_string(key, &mut out);
+        out.extend(value.kind().to_le_bytes());
+        value.write(&mut out);
+    }
+    let mut offset = 0;
+    for tensor in tensors {
+        write_string(&tensor.name, &mut out);
+        out.extend((tensor.shape.len() as u32).to_le_bytes());
+        for dim in tensor.shape.iter().rev() {
+            out.extend((*dim as u64).to_le_bytes());
+        }
+        out.extend(tensor.kind.number().to_le_bytes());
+        out.extend((offset as u64).to_le_bytes());
+        offset += tensor.data.len().next_multiple_of(ALIGNMENT);
+    }
+    let mut starts = HashMap::new();
+    for tensor in tensors {
+        out.resize(out.len().next_multiple_of(ALIGNMENT), 0);
+        starts.insert(tensor.name.clone(), out.len());
+        out.extend(&tensor.data);
+    }
+    out.resize(out.len().next_multiple_of(ALIGNMENT), 0);
+    fs::write(file, out).unwrap();
+    starts
 }
 
 /// gpt-oss alternates gate and up rows of its experts in one transposed tensor. GGUF files have two
 /// tensors.
-fn expert_tensors(
-    name: &str,
-    shape: &[usize],
-    values: Vec<f32>,
-    dtype: GgmlDType,
-) -> Vec<(String, QTensor)> {
-    let tensor = CandleTensor::from_vec(values, shape, &Cpu::Cpu).unwrap();
+fn expert_tensors(name: &str, shape: &[usize], values: &[f32], dtype: GgmlType) -> Vec<GgufTensor> {
     let is_bias = name.ends_with("_bias");
     // [experts, columns, rows] -> [experts, rows, columns]; a bias is one column.
-    let tensor = if is_bias { tensor.unsqueeze(2) } else { tensor.transpose(1, 2) }.unwrap();
-    let tensor = tensor.contiguous().unwrap();
-    let (experts, rows, columns) = tensor.dims3().unwrap();
-    let name = gguf_name("gpt-oss", name);
-    let parts = if name.contains("gate_up_proj") {
-        let pairs = tensor.reshape((experts, rows / 2, 2, columns)).unwrap();
-        let part = |i| pairs.narrow(2, i, 1).unwrap().squeeze(2).unwrap().contiguous().unwrap();
-        let (layer, _) = name.split_once(".mlp").unwrap();
-        let suffix = if is_bias { "bias" } else { "weight" };
-        vec![
-            (format!("{layer}.ffn_gate_exps.{suffix}"), part(0)),
-            (format!("{layer}.ffn_up_exps.{suffix}"), part(1)),
-        ]
-    } else {
-        vec![(name, tensor)]
+    let (experts, rows) = (shape[0], *shape.last().unwrap());
+    let columns = if is_bias { 1 } else { shape[1] };
+    let values: Vec<f32> =
+        values.chunks(columns * rows).flat_map(|expert| transposed(expert, rows)).collect();
+    let tensor = |name: String, rows: usize, values: &[f32]| {
+        let (shape, dtype) = match is_bias {
+            true => (vec![experts, rows], GgmlType::F32),
+            false => (vec![experts, rows, columns], dtype),
+        };
+        GgufTensor::new(name, &shape, values, dtype)
     };
-    let quantize = |(name, tensor): (String, CandleTensor)| {
-        let tensor = if is_bias { tensor.squeeze(2).unwrap() } else { tensor };
-        let dtype = if is_bias { GgmlDType::F32 } else { dtype };
-        (name, QTensor::quantize(&tensor, dtype).unwrap())
-    };
-    parts.into_iter().map(quantize).collect()
+    let gguf = gguf_name("gpt-oss", name);
+    if !gguf.contains("gate_up_proj") {
+        return vec![tensor(gguf, rows, &values)];
+    }
+    let (layer, _) = gguf.split_once(".mlp").unwrap();
+    let suffix = if is_bias { "bias" } else { "weight" };
+    let parts = ["gate", "up"].into_iter().enumerate().map(|(i, part)| {
+        let rows_of_part = values.chunks(columns).skip(i).step_by(2);
+        let values: Vec<f32> = rows_of_part.flatten().copied().collect();
+        tensor(format!("{layer}.ffn_{part}_exps.{suffix}"), rows / 2, &values)
+    });
+    parts.collect()
 }
 
 /// Maps a byte to a printable character as GPT-2 does.
@@ -179,19 +299,28 @@ fn byte_token(byte: u8) -> char {
 
 /// Writes a GGUF file whose vocabulary is the bytes, followed by `merges`.
 pub(crate) fn write_vocabulary(file: &Path, model: &str, pre: &str, merges: &[&str]) {
+    let vocabulary = byte_vocabulary(model, pre, merges);
+    write_gguf(&tiny("gpt2-tiny"), file, GgmlType::F32, &vocabulary);
+}
+
+/// Returns a vocabulary of the bytes, followed by `merges`.
+pub(crate) fn byte_vocabulary(
+    model: &str,
+    pre: &str,
+    merges: &[&str],
+) -> [(&'static str, Value); 4] {
     let mut tokens: Vec<String> = (0..=255).map(|b| byte_token(b).to_string()).collect();
     tokens.extend(merges.iter().map(|merge| merge.replace(' ', "")));
     let strings = |items: &[String]| {
         Value::Array(items.iter().map(|item| Value::String(item.clone())).collect())
     };
     let merges: Vec<String> = merges.iter().map(ToString::to_string).collect();
-    let extra = [
+    [
         ("tokenizer.ggml.model", Value::String(model.into())),
         ("tokenizer.ggml.pre", Value::String(pre.into())),
         ("tokenizer.ggml.tokens", strings(&tokens)),
         ("tokenizer.ggml.merges", strings(&merges)),
-    ];
-    write_gguf(&tiny("gpt2-tiny"), file, GgmlDType::F32, &extra);
+    ]
 }
 
 /// Returns the vocabulary of `fixtures/bos/tokenizer.json` as metadata of a GGUF file, and `more`.

@@ -1,6 +1,7 @@
 //! Helpers for the tests.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+mod ggml;
 mod gguf;
 pub(crate) mod saved;
 
@@ -16,7 +17,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
 
 #[allow(unused_imports, reason = "each test binary uses a part")]
-pub(crate) use self::gguf::*;
+pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
 pub(crate) const TINY: [&str; 11] = [
