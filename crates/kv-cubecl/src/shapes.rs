@@ -32,7 +32,28 @@ pub(crate) fn log_sum_exp(query: [usize; 4]) -> [usize; 3] {
 pub(crate) mod fusion {
     use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
-    use crate::layout::QuantSpec;
+    use crate::{
+        layout::QuantSpec,
+        sparse::{PoolPlan, RowLayout},
+    };
+
+    pub(crate) fn ring(store: &TensorSpec, layout: &RowLayout, slots: usize) -> TensorSpec {
+        TensorSpec::new([layout.batch, slots, layout.width].into(), store.dtype)
+    }
+
+    pub(crate) fn pooled(batch: usize, plan: &PoolPlan) -> TensorSpec {
+        TensorSpec::new([batch, plan.entries, plan.width].into(), DType::F32)
+    }
+
+    pub(crate) fn index_scores(query: &TensorSpec, n: usize) -> TensorSpec {
+        let [batch, _, tokens, _] = query.shape.dims();
+        TensorSpec::new([batch, tokens, n].into(), DType::F32)
+    }
+
+    pub(crate) fn selected(scores: &TensorSpec, top_k: usize) -> TensorSpec {
+        let [batch, tokens, _] = scores.shape.dims();
+        TensorSpec::new([batch, tokens, top_k].into(), DType::I32)
+    }
 
     pub(crate) fn quantize(input: &TensorSpec, spec: &QuantSpec) -> TensorSpec {
         TensorSpec::new(super::packed(input.shape.dims(), spec).into(), DType::U32)

@@ -4,7 +4,7 @@ use core::{fmt, marker::PhantomData, ops::Deref};
 
 use burn::{backend::DispatchDevice, tensor::Device};
 
-use crate::{Error, KvCacheOps, Result};
+use crate::{Error, KvCacheOps, Result, sparse::SparseOps};
 
 /// A place to run, chosen at compile time.
 ///
@@ -23,7 +23,7 @@ use crate::{Error, KvCacheOps, Result};
 /// ```
 pub trait Target: Copy + fmt::Debug + Send + Sync + 'static {
     /// Burn's backend of this target.
-    type Backend: KvCacheOps;
+    type Backend: KvCacheOps + SparseOps;
 
     /// Name for users to read and write, such as `flex`.
     const NAME: &'static str;

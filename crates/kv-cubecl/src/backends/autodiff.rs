@@ -1,5 +1,7 @@
 //! Gradients: straight through the quantizer, exact through attention.
 
+mod sparse;
+
 use burn::{
     backend::{
         Backend, TensorMetadata,

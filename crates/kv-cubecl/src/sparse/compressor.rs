@@ -65,19 +65,26 @@ impl Compressor {
         self.gain.dims()[0]
     }
 
-    /// Computes all entries of a sequence, `[batch, 1, entries, width]` in f32. Tokens after the
-    /// last whole window are ignored.
-    pub(crate) fn whole(&self, op: &'static str, gated: Gated) -> Result<Option<Tensor<4>>> {
-        let Compression { ratio, overlap } = self.compression;
-        let (width, lanes) = (self.width(), self.compression.lanes());
+    /// Checks the shapes of projections.
+    pub(super) fn check(&self, op: &'static str, gated: &Gated) -> Result<()> {
         let [batch, tokens, _] = gated.content.dims();
+        let width = self.compression.lanes() * self.width();
         for (tensor, part) in [("content", &gated.content), ("gate", &gated.gate)] {
-            if part.dims() != [batch, tokens, lanes * width] {
-                let rule =
-                    format!("must be [{batch}, {tokens}, lanes * width = {}]", lanes * width);
+            if part.dims() != [batch, tokens, width] {
+                let rule = format!("must be [{batch}, {tokens}, lanes * width = {width}]");
                 return Err(Error::Shape { op, tensor, shape: part.dims().to_vec(), rule });
             }
         }
+        Ok(())
+    }
+
+    /// Computes all entries of a sequence, `[batch, 1, entries, width]` in f32. Tokens after the
+    /// last whole window are ignored.
+    pub(crate) fn whole(&self, op: &'static str, gated: Gated) -> Result<Option<Tensor<4>>> {
+        self.check(op, &gated)?;
+        let Compression { ratio, overlap } = self.compression;
+        let (width, lanes) = (self.width(), self.compression.lanes());
+        let [batch, tokens, _] = gated.content.dims();
         let n = self.compression.entries(tokens);
         if self.rope.positions() < n * ratio {
             let rule = format!("must have a row for each of the {tokens} tokens");

@@ -1,29 +1,34 @@
 //! [`SparseMemory`]: where a layer of sparse attention finds earlier tokens.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
 use super::{
-    Compressed, EntryCompressor, Gated, IndexQuery, KeyCompressor, Selection, SparseConfig,
-    SparseOptions, index_scores, select_entries, sparse_attention,
+    Compressed, EntryCompressor, Gated, IndexQuery, KeyCompressor, Selection, SparseCache,
+    SparseConfig, SparseOptions, cache::Call, compressor::Compressor, index_scores, select_entries,
+    sparse_attention, store::RowStore,
 };
 use crate::{Result, error::invalid};
 
-/// Where one layer of sparse attention finds the tokens before: one that takes it serves training,
-/// evaluation and streaming with the same code.
+/// Where one layer of sparse attention finds earlier tokens. With it, the same code of a layer
+/// serves training, evaluation and streaming.
 #[derive(Debug)]
-#[non_exhaustive]
-pub enum SparseMemory {
-    /// Nowhere: the whole sequence is there, and is computed in parallel. Differentiable.
-    Parallel {
-        /// What a cache of the layer keeps.
-        config: SparseConfig,
-    },
+pub struct SparseMemory<'a>(Place<'a>);
+
+#[derive(Debug)]
+enum Place<'a> {
+    Parallel(SparseConfig),
+    Cached(&'a mut SparseCache, Call),
 }
 
 /// The compressed entries that a layer has computed. Other layers may attend to them.
 #[derive(Clone, Debug)]
-pub struct Entries {
-    rows: Option<Tensor<4>>,
+pub struct Entries(Kept);
+
+#[derive(Clone, Debug)]
+enum Kept {
+    /// `[batch, 1, entries, head_dim]`, if there are any.
+    Parallel(Option<Tensor<4>>),
+    Cached(RowStore),
 }
 
 /// What a query attends to besides recent tokens.
@@ -37,34 +42,66 @@ pub enum Visible<'a> {
     Selected(&'a Entries, &'a Selection),
 }
 
-impl SparseMemory {
+impl<'a> SparseMemory<'a> {
+    /// Computes a whole sequence in parallel, with gradients, as a cache of `config` would.
+    pub const fn parallel(config: SparseConfig) -> Self {
+        Self(Place::Parallel(config))
+    }
+
+    /// Appends the tokens of the call to `cache`: `added` to each sequence.
+    ///
+    /// # Errors
+    /// [`Error::SequenceFull`](crate::Error::SequenceFull) or
+    /// [`Error::CapacityExceeded`](crate::Error::CapacityExceeded) if they do not fit; the cache is
+    /// then unchanged.
+    pub fn cached(cache: &'a mut SparseCache, added: &[usize]) -> Result<Self> {
+        if added.len() != cache.lens().len() {
+            let rule = format!("must be a number for each of {} sequences", cache.lens().len());
+            return Err(invalid("added", added.len(), rule));
+        }
+        let call = cache.call(added)?;
+        Ok(Self(Place::Cached(cache, call)))
+    }
+
+    /// Appends one token to each sequence of `cache`, at a position that is stored on the device,
+    /// i32 `[1]` or `[batch]`. A sequence with a position below 0 takes no part. The host's lengths
+    /// do not change; see [`SparseCache::advance`].
+    pub fn at(cache: &'a mut SparseCache, position: &Tensor<1, Int>) -> Self {
+        let call = cache.call_at(position);
+        Self(Place::Cached(cache, call))
+    }
+
     fn config(&self) -> &SparseConfig {
-        match self {
-            Self::Parallel { config } => config,
+        match &self.0 {
+            Place::Parallel(config) => config,
+            Place::Cached(cache, _) => cache.config(),
         }
     }
 
     /// Compresses the call's tokens, and returns all entries.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a compressor of another ratio or width than the layer's, and
-    /// [`Error::Shape`](crate::Error::Shape) for projections that do not fit.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a compressor of another ratio or
+    /// width than the layer's, and [`Error::Shape`](crate::Error::Shape) for projections that do
+    /// not fit.
     pub fn compress(&mut self, compressor: &EntryCompressor, gated: Gated) -> Result<Entries> {
-        let config = self.config();
-        if Some(compressor.0.compression) != config.compression {
-            let rule = format!("must be the layer's {:?}", config.compression);
-            return Err(invalid("compression", format!("{:?}", compressor.0.compression), rule));
-        }
-        match self {
-            Self::Parallel { .. } => Ok(Entries { rows: compressor.compress(gated)? }),
+        self.check(&compressor.0, self.config().head_dim, "head_dim")?;
+        compressor.0.check("compress", &gated)?;
+        match &mut self.0 {
+            Place::Parallel(_) => Ok(Entries(Kept::Parallel(compressor.compress(gated)?))),
+            Place::Cached(cache, call) => {
+                cache.compress(&compressor.0, gated, call)?;
+                let entries = cache.entries.as_ref().expect("it has been written");
+                Ok(Entries(Kept::Cached(entries.rows.clone())))
+            }
         }
     }
 
     /// Compresses the call's tokens to keys, and selects entries for each of them.
     ///
     /// # Errors
-    /// As [`compress`](Self::compress), and [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a layer without an
-    /// indexer.
+    /// As [`compress`](Self::compress), and
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a layer without an indexer.
     pub fn select(
         &mut self,
         compressor: &KeyCompressor,
@@ -75,15 +112,35 @@ impl SparseMemory {
         else {
             return Err(invalid("index", "none", "the layer has no indexer to select with"));
         };
-        match self {
-            Self::Parallel { .. } => {
+        self.check(&compressor.0, index.head_dim, "index.head_dim")?;
+        compressor.0.check("select", &gated)?;
+        query.check("select", index.head_dim)?;
+        match &mut self.0 {
+            Place::Parallel(_) => {
                 let [batch, _, tokens, _] = query.query.dims();
                 let Some(keys) = compressor.compress(gated)? else {
                     return Ok(Selection::none(batch, tokens, &query.query.device()));
                 };
                 select_entries(index_scores(query, &keys)?, 0, compression, index.top_k)
             }
+            Place::Cached(cache, call) => {
+                cache.select_entries(&compressor.0, gated, query, index.top_k, call)
+            }
         }
+    }
+
+    /// Checks a compressor against the layer.
+    fn check(&self, compressor: &Compressor, width: usize, field: &'static str) -> Result<()> {
+        let config = self.config();
+        if Some(compressor.compression) != config.compression {
+            let rule = format!("must be the layer's {:?}", config.compression);
+            return Err(invalid("compression", format!("{:?}", compressor.compression), rule));
+        }
+        if compressor.width() != width {
+            let rule = format!("must be the {width} channels of the layer");
+            return Err(invalid(field, compressor.width(), rule));
+        }
+        Ok(())
     }
 
     /// Attends to recent tokens, the call's among them, and to entries.
@@ -94,8 +151,9 @@ impl SparseMemory {
     /// - output: f32 `[batch, n_heads, tokens, head_dim]`, before rope is undone
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) if `visible` is not what the layer's configuration says, so that no
-    /// layer silently attends to its window only; [`Error::Shape`](crate::Error::Shape) for tensors that do not fit.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) if `visible` is not what the layer's
+    /// configuration says, so that no layer silently attends to its window only;
+    /// [`Error::Shape`](crate::Error::Shape) for tensors that do not fit.
     pub fn attend(
         self,
         query: Tensor<4>,
@@ -122,15 +180,26 @@ impl SparseMemory {
                 return Err(invalid("entries", "some", rule));
             }
         };
-        match self {
-            Self::Parallel { .. } => {
+        let [batch, heads, tokens, width] = query.dims();
+        if rows.dims() != [batch, 1, tokens, width] || width != config.head_dim {
+            let rule = format!("must be [{batch}, 1, {tokens}, {}]", config.head_dim);
+            let shape = rows.dims().to_vec();
+            return Err(crate::Error::Shape { op: "attend", tensor: "rows", shape, rule });
+        }
+        if let Some(logits) = sink_logits.as_ref().filter(|logits| logits.dims() != [heads]) {
+            let rule = format!("must be [n_heads], [{heads}]");
+            let shape = logits.dims().to_vec();
+            return Err(crate::Error::Shape { op: "attend", tensor: "sink_logits", shape, rule });
+        }
+        match self.0 {
+            Place::Parallel(_) => {
                 let options = SparseOptions {
                     sliding_window: config.sliding_window,
                     scale: None,
                     sink_logits,
                 };
-                let compressed =
-                    entries.and_then(|entries| entries.rows.as_ref()).zip(config.compression);
+                let entries = entries.and_then(Entries::parallel);
+                let compressed = entries.zip(config.compression);
                 let compressed = compressed.map(|(entries, compression)| Compressed {
                     entries,
                     compression,
@@ -138,6 +207,26 @@ impl SparseMemory {
                 });
                 sparse_attention(query, &rows, compressed, &options)
             }
+            Place::Cached(cache, call) => {
+                let entries = entries.and_then(Entries::cached);
+                Ok(cache.attend(query, rows, entries, selection, sink_logits, &call))
+            }
+        }
+    }
+}
+
+impl Entries {
+    fn parallel(&self) -> Option<&Tensor<4>> {
+        match &self.0 {
+            Kept::Parallel(rows) => rows.as_ref(),
+            Kept::Cached(_) => None,
+        }
+    }
+
+    fn cached(&self) -> Option<&RowStore> {
+        match &self.0 {
+            Kept::Parallel(_) => None,
+            Kept::Cached(rows) => Some(rows),
         }
     }
 }

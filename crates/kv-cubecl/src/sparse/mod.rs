@@ -6,17 +6,26 @@
 //! of them; otherwise an indexer, which has smaller keys for the entries, selects `top_k`.
 
 mod attention;
+mod cache;
 mod compression;
 mod compressor;
 mod config;
+mod layout;
 mod memory;
+mod ops;
 mod rope;
 mod select;
+mod slots;
+mod store;
 
 pub use attention::{Compressed, SparseOptions, sparse_attention};
+pub use cache::{SparseBytes, SparseCache, SparseCounters};
 pub use compression::Compression;
 pub use compressor::{EntryCompressor, Gated, KeyCompressor};
 pub use config::{IndexConfig, RowFormat, SparseConfig};
+pub use layout::{RowLayout, Stride};
 pub use memory::{Entries, SparseMemory, Visible};
+pub use ops::{AttendInputs, AttendPlan, CallSpan, PoolInputs, PoolPlan, Rows, SparseOps};
 pub use rope::rope_pairs;
 pub use select::{IndexQuery, Selection, index_scores, select_entries};
+pub use slots::{SparsePart, SparseTensor};

@@ -45,7 +45,7 @@ pub struct IndexQuery {
 
 impl IndexQuery {
     /// Checks the shapes against keys of `width` channels.
-    fn check(&self, op: &'static str, width: usize) -> Result<()> {
+    pub(super) fn check(&self, op: &'static str, width: usize) -> Result<()> {
         let [batch, heads, tokens, own_width] = self.query.dims();
         if own_width != width {
             let rule = format!("must have the {width} channels of the keys");

@@ -30,7 +30,7 @@ impl<'a> Floats<'a> {
 
     /// Fills `out` with the elements from `start` on, as f32.
     #[inline]
-    fn read(self, start: usize, out: &mut [f32]) {
+    pub(super) fn read(self, start: usize, out: &mut [f32]) {
         match self {
             Self::F32(rows) => out.copy_from_slice(&rows[start..start + out.len()]),
             Self::Other(bytes, float) => float.read(bytes, start, out),

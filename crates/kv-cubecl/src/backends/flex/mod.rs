@@ -12,6 +12,7 @@ mod chunk;
 mod decode;
 mod rope;
 mod slice;
+mod sparse;
 mod streaming;
 mod streaming_backward;
 

@@ -1,0 +1,508 @@
+//! Sparse attention over stores of rows.
+
+use core::{f32::consts::LOG2_E, ops::Range};
+
+use burn::{
+    backend::{
+        Flex,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::TensorData,
+};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use super::{cache::Floats, contiguous, dims, floats, tensor};
+use crate::{
+    formats::flex::TILE,
+    layout::PackedLayout,
+    simd::{self, add_rows, exp2_minus_max, score_rows},
+    sparse::{
+        AttendInputs, AttendPlan, CallSpan, Compression, PoolInputs, PoolPlan, RowLayout, Rows,
+        SparseOps, Stride,
+    },
+};
+
+/// Keys that a thread scores at a time.
+const SCORED: usize = 512;
+
+impl SparseOps for Flex {
+    fn put_rows(
+        store: Rows<Self>,
+        rows: FloatTensor<Self>,
+        span: CallSpan<Self>,
+        layout: RowLayout,
+        stride: Stride,
+    ) -> Rows<Self> {
+        let [_, most, width]: [usize; 3] = dims(&rows);
+        let (rows, span) = (floats(rows), Span::new(span));
+        let rows = rows.storage::<f32>();
+        let (mut codes, mut channels) = (contiguous(store.codes), contiguous(store.floats));
+        let kept = kept_rows(&span, &layout, stride);
+        let row = |sequence: usize, i: usize| &rows[(sequence * most + i) * width..][..width];
+        let coded = layout.format.coded_channels(width);
+        if let Some(packed) = layout.packed() {
+            let words = codes.storage_mut::<u32>();
+            for &(sequence, i, slot) in &kept {
+                let words = &mut words[sequence * layout.sequence_words()..];
+                let words = &mut words[..layout.sequence_words()];
+                let row = &row(sequence, i)[..coded];
+                packed.spec.format.on_cpu().quantize(row, words, slot, &packed);
+            }
+        }
+        let n = layout.floats();
+        if n > 0 {
+            let to = |(sequence, i, slot): (usize, usize, usize)| {
+                ((sequence * layout.slots + slot) * n, &row(sequence, i)[coded..])
+            };
+            layout.format.float.write(&mut channels, kept.into_iter().map(to));
+        }
+        Rows { codes, floats: channels }
+    }
+
+    fn tail_rows(
+        store: FloatTensor<Self>,
+        span: CallSpan<Self>,
+        layout: RowLayout,
+        back: usize,
+        slots: usize,
+    ) -> FloatTensor<Self> {
+        let (store, span) = (contiguous(store), Span::new(span));
+        let (dtype, row) = (store.dtype(), layout.width * store.dtype().size());
+        let bytes = store.bytes();
+        let mut ring = vec![0u8; layout.batch * slots * row];
+        for (sequence, ring) in ring.chunks_exact_mut(slots * row).enumerate() {
+            let Some((start, _)) = span.of(sequence) else { continue };
+            for position in start.saturating_sub(back)..start {
+                let from = (sequence * layout.slots + position % layout.slots) * row;
+                ring[position % slots * row..][..row].copy_from_slice(&bytes[from..][..row]);
+            }
+        }
+        let shape = [layout.batch, slots, layout.width];
+        FlexTensor::from_data(TensorData::from_bytes_vec(ring, shape, dtype))
+    }
+
+    fn pool_windows(
+        inputs: PoolInputs<Self>,
+        span: CallSpan<Self>,
+        plan: PoolPlan,
+    ) -> FloatTensor<Self> {
+        let PoolInputs { content, gate, position_bias, gain, rope } = inputs;
+        let [batch, slots, _]: [usize; 3] = dims(&content);
+        let [content, gate, bias, gain] = [content, gate, position_bias, gain].map(floats);
+        let [_, rotary_dim]: [usize; 2] = dims(&rope);
+        let (rope, span) = (floats(rope), Span::new(span));
+        let PoolPlan { compression, width, epsilon, entries } = plan;
+        let pool = Pool {
+            content: content.storage(),
+            gate: gate.storage(),
+            bias: bias.storage(),
+            slots,
+            compression,
+            width,
+        };
+        let mut pooled = vec![0.0; batch * entries * width];
+        let rows = pooled.par_chunks_mut(width).enumerate();
+        rows.for_each(|(i, row)| {
+            let (sequence, nth) = (i / entries, i % entries);
+            let Some((start, count)) = span.of(sequence) else { return };
+            let (first, n) = Stride::entries(compression).rows(start, count);
+            if nth >= n {
+                return;
+            }
+            let entry = first + nth;
+            pool.window(sequence, entry, row);
+            normalize(row, gain.storage(), epsilon);
+            let angles = &rope.storage::<f32>()[compression.position(entry) * rotary_dim..];
+            turn_pairs(row, &angles[..rotary_dim]);
+        });
+        tensor(pooled, [batch, entries, width])
+    }
+
+    fn score_keys(
+        query: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        keys: Rows<Self>,
+        layout: RowLayout,
+        n: usize,
+    ) -> FloatTensor<Self> {
+        let [batch, heads, tokens, width]: [usize; 4] = dims(&query);
+        // The heads of a token are adjacent: [batch, tokens, heads, width].
+        let query = floats(query.transpose(1, 2));
+        let weights = floats(weights);
+        let (query, weights) = (query.storage::<f32>(), weights.storage::<f32>());
+        let keys = contiguous_rows(keys);
+        let parts: Vec<_> = (0..batch * tokens)
+            .flat_map(|row| (0..n).step_by(SCORED).map(move |first| (row, first)))
+            .collect();
+        let mut scores = vec![0.0; batch * tokens * n];
+        let mut outputs = Vec::with_capacity(parts.len());
+        for row in scores.chunks_mut(n.max(1)) {
+            outputs.extend(row.chunks_mut(SCORED));
+        }
+        let each = |((row, first), out): ((usize, usize), &mut [f32])| {
+            let keys = SequenceRows::new(&keys, &layout, row / tokens);
+            let query = &query[row * heads * width..][..heads * width];
+            let weights = &weights[row * heads..][..heads];
+            score_part(&keys, query, weights, first, out);
+        };
+        parts.into_par_iter().zip(outputs).for_each(each);
+        tensor(scores, [batch, tokens, n])
+    }
+
+    fn top_entries(
+        scores: FloatTensor<Self>,
+        span: CallSpan<Self>,
+        compression: Compression,
+        top_k: usize,
+    ) -> IntTensor<Self> {
+        let [batch, tokens, n]: [usize; 3] = dims(&scores);
+        let (scores, span) = (floats(scores), Span::new(span));
+        let scores = scores.storage::<f32>();
+        let mut selected = vec![-1i32; batch * tokens * top_k];
+        selected.par_chunks_mut(top_k).enumerate().for_each(|(row, selected)| {
+            let (sequence, token) = (row / tokens, row % tokens);
+            let Some((start, count)) = span.of(sequence) else { return };
+            if token < count {
+                let seen = compression.entries(start + token + 1).min(n);
+                select(&scores[row * n..][..seen], selected);
+            }
+        });
+        FlexTensor::from_data(TensorData::new(selected, [batch, tokens, top_k]))
+    }
+
+    fn attend_rows(
+        inputs: AttendInputs<Self>,
+        span: CallSpan<Self>,
+        plan: AttendPlan,
+    ) -> FloatTensor<Self> {
+        let AttendInputs { query, window, entries, selected, sink_logits } = inputs;
+        let shape: [usize; 4] = dims(&query);
+        let [batch, heads, tokens, width] = shape;
+        let [_, _, top_k]: [usize; 3] = dims(&selected);
+        // The heads of a token are adjacent: [batch, tokens, heads, width].
+        let query = floats(query.transpose(1, 2));
+        let (window, entries) = (contiguous_rows(window), contiguous_rows(entries));
+        let (selected, sinks) = (contiguous(selected), floats(sink_logits));
+        let (query, sinks) = (query.storage::<f32>(), sinks.storage::<f32>());
+        let (selected, span) = (selected.storage::<i32>(), Span::new(span));
+        // A token's heads share the restored rows; with few tokens, threads share a token.
+        let threads = rayon::current_num_threads();
+        let group = match batch * tokens < threads {
+            true => heads.div_ceil(threads),
+            false => heads,
+        };
+        let mut output = vec![0.0; batch * tokens * heads * width];
+        let mut parts = Vec::with_capacity(batch * tokens * heads.div_ceil(group));
+        for (row, out) in output.chunks_mut(heads * width).enumerate() {
+            let groups = out.chunks_mut(group * width).enumerate();
+            parts.extend(groups.map(|(i, out)| (row, i * group, out)));
+        }
+        parts.into_par_iter().for_each(|(row, head, out)| {
+            let (sequence, token) = (row / tokens, row % tokens);
+            let Some((start, _)) = span.of(sequence).filter(|(_, count)| token < *count) else {
+                return;
+            };
+            let n = out.len() / width;
+            let query = &query[(row * heads + head) * width..][..n * width];
+            let mut softmax = Softmax::new(query, plan.scale, out, width);
+            let position = start + token;
+            let rows = SequenceRows::new(&window, &plan.window, sequence);
+            let first = (position + 1).saturating_sub(plan.sliding_window);
+            softmax.ring(&rows, first..position + 1);
+            if let Some(compression) = plan.compression {
+                let rows = SequenceRows::new(&entries, &plan.entries, sequence);
+                match plan.selects {
+                    false => softmax.ring(&rows, 0..compression.entries(position + 1)),
+                    true => softmax.selected(&rows, &selected[row * top_k..][..top_k]),
+                }
+            }
+            softmax.finish(&sinks[head..][..n]);
+        });
+        let output = tensor(output, [batch, tokens, heads, width]);
+        output.transpose(1, 2)
+    }
+}
+
+fn contiguous_rows(Rows { codes, floats }: Rows<Flex>) -> Rows<Flex> {
+    Rows { codes: contiguous(codes), floats: contiguous(floats) }
+}
+
+/// Returns which rows of a call are stored: the sequence, the number of the row in the call and its
+/// slot.
+fn kept_rows(span: &Span, layout: &RowLayout, stride: Stride) -> Vec<(usize, usize, usize)> {
+    let rows = |sequence| {
+        let (start, count) = span.of(sequence).unwrap_or((0, 0));
+        let (first, n) = stride.rows(start, count);
+        let slot = move |i| (sequence, i, (first + i) % layout.slots);
+        (n.saturating_sub(layout.slots)..n).map(slot)
+    };
+    (0..layout.batch).flat_map(rows).collect()
+}
+
+/// The tokens of a call, by sequence.
+struct Span {
+    starts: FlexTensor,
+    counts: FlexTensor,
+}
+
+impl Span {
+    fn new(CallSpan { starts, counts }: CallSpan<Flex>) -> Self {
+        Self { starts: contiguous(starts), counts: contiguous(counts) }
+    }
+
+    /// Returns the tokens that a sequence held before the call, and how many come; `None` if it
+    /// takes no part.
+    fn of(&self, sequence: usize) -> Option<(usize, usize)> {
+        let start = usize::try_from(self.starts.storage::<i32>()[sequence]).ok()?;
+        let count = self.counts.storage::<i32>()[sequence];
+        Some((start, usize::try_from(count).unwrap_or(0)))
+    }
+}
+
+/// The rows of one sequence in a store.
+struct SequenceRows<'a> {
+    layout: &'a RowLayout,
+    packed: Option<PackedLayout>,
+    words: &'a [u32],
+    floats: Floats<'a>,
+    /// The first element of the sequence in `floats`.
+    first: usize,
+}
+
+impl<'a> SequenceRows<'a> {
+    fn new(rows: &'a Rows<Flex>, layout: &'a RowLayout, sequence: usize) -> Self {
+        let words = layout.sequence_words();
+        Self {
+            layout,
+            packed: layout.packed(),
+            words: &rows.codes.storage()[sequence * words..][..words],
+            floats: Floats::of(&rows.floats, layout.format.float),
+            first: sequence * layout.slots * layout.floats(),
+        }
+    }
+
+    /// Returns the rows of adjacent slots: where they are if they are f32, or restored in `tile`.
+    fn tile<'b>(&'b self, slots: Range<usize>, tile: &'b mut [f32]) -> &'b [f32] {
+        let (width, floats) = (self.layout.width, self.layout.floats());
+        let tile = &mut tile[..slots.len() * width];
+        let Some(packed) = &self.packed else {
+            return self.floats.rows(self.first + slots.start * width, tile);
+        };
+        let format = packed.spec.format.on_cpu();
+        if floats == 0 {
+            format.restore(self.words, slots.start, tile, packed);
+            return tile;
+        }
+        for (slot, row) in slots.zip(tile.chunks_exact_mut(width)) {
+            let (codes, rest) = row.split_at_mut(width - floats);
+            format.restore(self.words, slot, codes, packed);
+            self.floats.read(self.first + slot * floats, rest);
+        }
+        tile
+    }
+}
+
+/// Computes the scores of the keys from `first` on, for the heads of one token.
+fn score_part(
+    keys: &SequenceRows<'_>,
+    query: &[f32],
+    weights: &[f32],
+    first: usize,
+    scores: &mut [f32],
+) {
+    let width = keys.layout.width;
+    let (mut tile, mut dots) = (vec![0.0; TILE * width], vec![0.0; weights.len() * TILE]);
+    for (i, scores) in scores.chunks_mut(TILE).enumerate() {
+        let (slot, n) = (first + i * TILE, scores.len());
+        let rows = keys.tile(slot..slot + n, &mut tile);
+        let dots = &mut dots[..weights.len() * n];
+        score_rows(query, rows, dots, n, width);
+        scores.fill(0.0);
+        for (dots, weight) in dots.chunks_exact(n).zip(weights) {
+            for (score, dot) in scores.iter_mut().zip(dots) {
+                *score += weight * dot.max(0.0);
+            }
+        }
+    }
+}
+
+/// Writes the numbers of the highest scores, ascending. `selected` is filled with -1 before.
+fn select(scores: &[f32], selected: &mut [i32]) {
+    let top_k = selected.len();
+    if scores.len() <= top_k {
+        (0..).zip(selected).take(scores.len()).for_each(|(i, to)| *to = i);
+        return;
+    }
+    // Orders by score, then by the smaller number.
+    let key = |(i, score): (usize, &f32)| {
+        let bits = (score + 0.0).to_bits();
+        let ordered = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+        u64::from(ordered) << 32 | u64::from(!(i as u32))
+    };
+    let mut keys: Vec<u64> = scores.iter().enumerate().map(key).collect();
+    keys.select_nth_unstable_by(top_k - 1, |a, b| b.cmp(a));
+    for (to, key) in selected.iter_mut().zip(keys) {
+        *to = !(key as u32) as i32;
+    }
+    selected.sort_unstable();
+}
+
+/// The projections of tokens, and what they are pooled with.
+struct Pool<'a> {
+    content: &'a [f32],
+    gate: &'a [f32],
+    bias: &'a [f32],
+    slots: usize,
+    compression: Compression,
+    width: usize,
+}
+
+impl Pool<'_> {
+    /// Averages the window of `entry` with the weights of its softmax.
+    fn window(&self, sequence: usize, entry: usize, out: &mut [f32]) {
+        let Self { content, gate, bias, slots, compression, width } = *self;
+        let (own, row) = (compression.position(entry), compression.lanes() * width);
+        // The first element of a token's numbers for this window, and of their bias.
+        let place = |token: usize| {
+            // With overlap, numbers for a token's own window come second.
+            let lane = if token >= own { (compression.lanes() - 1) * width } else { 0 };
+            let at = (sequence * slots + token % slots) * row + lane;
+            (at, token % compression.ratio * row + lane)
+        };
+        let mut most = vec![f32::NEG_INFINITY; width];
+        for token in compression.tokens(entry) {
+            let (at, bias_at) = place(token);
+            let logits = gate[at..].iter().zip(&bias[bias_at..]);
+            for (most, (gate, bias)) in most.iter_mut().zip(logits) {
+                *most = most.max(gate + bias);
+            }
+        }
+        let mut sums = vec![0.0; width];
+        out.fill(0.0);
+        for token in compression.tokens(entry) {
+            let (at, bias_at) = place(token);
+            for (channel, out) in out.iter_mut().enumerate() {
+                let logit = gate[at + channel] + bias[bias_at + channel];
+                let weight = (logit - most[channel]).exp();
+                sums[channel] += weight;
+                *out += weight * content[at + channel];
+            }
+        }
+        out.iter_mut().zip(sums).for_each(|(out, sum)| *out /= sum);
+    }
+}
+
+/// Applies the RMS norm to a row.
+fn normalize(row: &mut [f32], gain: &[f32], epsilon: f32) {
+    let squares: f32 = row.iter().map(|x| x * x).sum();
+    let root = (squares / row.len() as f32 + epsilon).sqrt();
+    row.iter_mut().zip(gain).for_each(|(x, gain)| *x = *x / root * gain);
+}
+
+/// Applies rope to the last channels of a row; `angles` are cosines, then sines.
+fn turn_pairs(row: &mut [f32], angles: &[f32]) {
+    let (cos, sin) = angles.split_at(angles.len() / 2);
+    let first = row.len() - angles.len();
+    for ((pair, cos), sin) in row[first..].chunks_exact_mut(2).zip(cos).zip(sin) {
+        let [a, b] = [pair[0], pair[1]];
+        (pair[0], pair[1]) = (a * cos - b * sin, b * cos + a * sin);
+    }
+}
+
+/// The softmax of some heads of one token over rows that come tile by tile.
+struct Softmax<'a> {
+    /// Scaled, so that scores are powers of 2.
+    query: Vec<f32>,
+    /// The largest score of each head.
+    most: Vec<f32>,
+    /// The sum of each head's weights.
+    sums: Vec<f32>,
+    scores: Vec<f32>,
+    tile: Vec<f32>,
+    /// The sum of weighted rows of each head.
+    out: &'a mut [f32],
+    width: usize,
+}
+
+impl<'a> Softmax<'a> {
+    fn new(query: &[f32], scale: f32, out: &'a mut [f32], width: usize) -> Self {
+        let heads = query.len() / width;
+        Self {
+            query: query.iter().map(|x| x * scale * LOG2_E).collect(),
+            most: vec![f32::NEG_INFINITY; heads],
+            sums: vec![0.0; heads],
+            scores: vec![0.0; heads * TILE],
+            tile: vec![0.0; TILE * width],
+            out,
+            width,
+        }
+    }
+
+    /// Attends to the rows with these numbers, in a ring.
+    fn ring(&mut self, rows: &SequenceRows<'_>, numbers: Range<usize>) {
+        let (slots, mut number) = (rows.layout.slots, numbers.start);
+        while number < numbers.end {
+            let slot = number % slots;
+            let n = TILE.min(numbers.end - number).min(slots - slot);
+            let mut tile = core::mem::take(&mut self.tile);
+            self.add(rows.tile(slot..slot + n, &mut tile));
+            self.tile = tile;
+            number += n;
+        }
+    }
+
+    /// Attends to selected rows; negative numbers stand for none.
+    fn selected(&mut self, rows: &SequenceRows<'_>, numbers: &[i32]) {
+        let (width, mut tile) = (self.width, core::mem::take(&mut self.tile));
+        let mut row = vec![0.0; width];
+        let mut n = 0;
+        let chosen = numbers.iter().filter_map(|&number| usize::try_from(number).ok());
+        for number in chosen {
+            let to = &mut tile[n * width..][..width];
+            to.copy_from_slice(rows.tile(number..number + 1, &mut row));
+            n += 1;
+            if n == TILE {
+                self.add(&tile);
+                n = 0;
+            }
+        }
+        self.add(&tile[..n * width]);
+        self.tile = tile;
+    }
+
+    /// Attends to a tile of rows.
+    fn add(&mut self, rows: &[f32]) {
+        let (width, n) = (self.width, rows.len() / self.width);
+        if n == 0 {
+            return;
+        }
+        let heads = self.most.len();
+        let scores = &mut self.scores[..heads * n];
+        score_rows(&self.query, rows, scores, n, width);
+        let outs = self.out.chunks_exact_mut(width);
+        for (head, (scores, out)) in scores.chunks_exact_mut(n).zip(outs).enumerate() {
+            let most = self.most[head].max(simd::maximum(scores));
+            let base = simd::finite_or_zero(most);
+            if most > self.most[head] {
+                let factor = (self.most[head] - base).exp2();
+                self.sums[head] *= factor;
+                out.iter_mut().for_each(|x| *x *= factor);
+                self.most[head] = most;
+            }
+            self.sums[head] += exp2_minus_max(scores, base);
+        }
+        add_rows(scores, n, rows, self.out, width);
+    }
+
+    /// Adds the sinks to the denominators and divides.
+    fn finish(self, sinks: &[f32]) {
+        for (head, out) in self.out.chunks_exact_mut(self.width).enumerate() {
+            let sink = sinks[head] * LOG2_E;
+            let base = simd::finite_or_zero(self.most[head].max(sink));
+            let factor = (self.most[head] - base).exp2();
+            let sum = self.sums[head] * factor + (sink - base).exp2();
+            out.iter_mut().for_each(|x| *x *= factor / sum);
+        }
+    }
+}

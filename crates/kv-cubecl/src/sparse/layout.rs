@@ -1,0 +1,94 @@
+//! [`RowLayout`]: where the rows of a store are.
+
+use super::{Compression, RowFormat};
+use crate::layout::PackedLayout;
+
+/// The layout of a store of rows: a ring of `slots` rows for each sequence, in two tensors.
+///
+/// Codes are u32 words of one axis, for each sequence those of a [`PackedLayout`]. Channels without
+/// codes are `[batch, slots, channels]` in their float type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowLayout {
+    /// Sequences.
+    pub batch: usize,
+    /// Rows of each sequence. Row `i` is in slot `i % slots`.
+    pub slots: usize,
+    /// Channels of a row.
+    pub width: usize,
+    /// How a row is stored.
+    pub format: RowFormat,
+}
+
+impl RowLayout {
+    /// Returns where the codes of a sequence are; `None` without codes.
+    pub const fn packed(&self) -> Option<PackedLayout> {
+        match self.format.spec(self.width) {
+            Some(spec) => {
+                let head_dim = self.format.coded_channels(self.width);
+                Some(PackedLayout { spec, head_dim, tokens: self.slots })
+            }
+            None => None,
+        }
+    }
+
+    /// Returns the number of code words of a sequence. Sequences begin at vectors of four words.
+    pub const fn sequence_words(&self) -> usize {
+        match self.packed() {
+            Some(packed) => packed.words().next_multiple_of(4),
+            None => 0,
+        }
+    }
+
+    /// Returns the number of code words of all sequences: at least four, because no tensor is
+    /// empty.
+    pub const fn words(&self) -> usize {
+        match self.batch * self.sequence_words() {
+            0 => 4,
+            words => words,
+        }
+    }
+
+    /// Returns the number of channels without codes.
+    pub const fn floats(&self) -> usize {
+        self.width - self.format.coded_channels(self.width)
+    }
+
+    /// Returns the shape of the tensor of channels without codes. No tensor is empty.
+    pub const fn float_shape(&self) -> [usize; 3] {
+        match self.floats() {
+            0 => [self.batch, 1, 1],
+            floats => [self.batch, self.slots, floats],
+        }
+    }
+
+    /// Returns the bytes of both tensors.
+    pub fn bytes(&self) -> usize {
+        let floats: usize = self.float_shape().iter().product();
+        4 * self.words() + self.format.float.size() * floats
+    }
+}
+
+/// How the rows of a call follow from its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stride(pub usize);
+
+impl Stride {
+    /// A row for each token.
+    pub const TOKENS: Self = Self(1);
+
+    /// A row for each window.
+    pub const fn entries(compression: Compression) -> Self {
+        Self(compression.ratio)
+    }
+
+    /// Returns the first row and the number of rows that `count` tokens complete after `start`
+    /// tokens.
+    pub const fn rows(self, start: usize, count: usize) -> (usize, usize) {
+        (start / self.0, (start + count) / self.0 - start / self.0)
+    }
+
+    /// Returns the most rows that `count` tokens complete.
+    pub const fn most(self, count: usize) -> usize {
+        count.div_ceil(self.0)
+    }
+}
