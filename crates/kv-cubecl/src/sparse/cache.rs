@@ -26,7 +26,7 @@ pub struct SparseCache {
     pub(super) entries: Option<Compressing>,
     pub(super) keys: Option<Compressing>,
     pub(super) lens: Vec<usize>,
-    counters: SparseCounters,
+    pub(super) counters: SparseCounters,
 }
 
 /// Compressed rows, and the projections from which the next ones follow.
@@ -169,7 +169,7 @@ impl SparseCache {
         };
         float("the window", &layouts.window)?;
         let zeros = |layout| RowStore::zeros(layout, &device);
-        let compressing = |name, pair: Option<[RowLayout; 2]>| {
+        let compressing = |name, pair: Option<[RowLayout; 2]>| -> Result<_> {
             let Some(([open, rows], compression)) = pair.zip(config.compression) else {
                 return Ok(None);
             };

@@ -1,9 +1,15 @@
 //! [`SparseConfig`]: what a layer of sparse attention keeps, and how.
 
+use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::Compression;
-use crate::{CacheFloat, KvFormat, Result, Side, error::invalid, layout::QuantSpec};
+use crate::{
+    CacheFloat, KvFormat, Result, Side, SteGradient,
+    error::invalid,
+    functions::{fake_quantize_from, store},
+    layout::QuantSpec,
+};
 
 /// How rows are stored: compressed entries, or the keys of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -49,6 +55,20 @@ impl RowFormat {
             0 => None,
             coded => self.codes.spec(Side::Values, coded, Self::GROUP_SIZE),
         }
+    }
+
+    /// Returns rows, `[batch, 1, rows, width]` in f32, as they are restored after they were stored.
+    /// Gradients pass straight through.
+    pub(super) fn rounded(&self, rows: Tensor<4>) -> Tensor<4> {
+        let width = rows.dims()[3];
+        let Some(spec) = self.spec(width) else { return store(rows, self.float) };
+        let coded = self.coded_channels(width);
+        let quantize = |rows| fake_quantize_from(rows, spec, 0, SteGradient::Identity);
+        if coded == width {
+            return quantize(rows);
+        }
+        let rest = store(rows.clone().narrow(3, coded, width - coded), self.float);
+        Tensor::cat(vec![quantize(rows.narrow(3, 0, coded)), rest], 3)
     }
 
     /// Checks that rows of `width` channels can be stored.
@@ -128,6 +148,19 @@ impl SparseConfig {
     #[must_use]
     pub const fn with_index(self, index: IndexConfig) -> Self {
         Self { index: Some(index), ..self }
+    }
+
+    /// Returns the same configuration with recent tokens stored in `float`, and entries as
+    /// `entries`.
+    #[must_use]
+    pub const fn with_formats(self, float: CacheFloat, entries: RowFormat) -> Self {
+        Self { float, entries, ..self }
+    }
+
+    /// Returns the same configuration with `rollback` tokens that can be removed at any time.
+    #[must_use]
+    pub const fn with_rollback(self, rollback: usize) -> Self {
+        Self { rollback, ..self }
     }
 
     /// Returns the entries that fit.

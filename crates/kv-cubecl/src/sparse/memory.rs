@@ -7,7 +7,7 @@ use super::{
     SparseConfig, SparseOptions, cache::Call, compressor::Compressor, index_scores, select_entries,
     sparse_attention, store::RowStore,
 };
-use crate::{Result, error::invalid};
+use crate::{Result, error::invalid, functions::store};
 
 /// Where one layer of sparse attention finds earlier tokens. With it, the same code of a layer
 /// serves training, evaluation and streaming.
@@ -88,7 +88,11 @@ impl<'a> SparseMemory<'a> {
         self.check(&compressor.0, self.config().head_dim, "head_dim")?;
         compressor.0.check("compress", &gated)?;
         match &mut self.0 {
-            Place::Parallel(_) => Ok(Entries(Kept::Parallel(compressor.compress(gated)?))),
+            Place::Parallel(config) => {
+                let entries = compressor.compress(gated)?;
+                let stored = entries.map(|entries| config.entries.rounded(entries));
+                Ok(Entries(Kept::Parallel(stored)))
+            }
             Place::Cached(cache, call) => {
                 cache.compress(&compressor.0, gated, call)?;
                 let entries = cache.entries.as_ref().expect("it has been written");
@@ -121,6 +125,7 @@ impl<'a> SparseMemory<'a> {
                 let Some(keys) = compressor.compress(gated)? else {
                     return Ok(Selection::none(batch, tokens, &query.query.device()));
                 };
+                let keys = index.keys.rounded(keys);
                 select_entries(index_scores(query, &keys)?, 0, compression, index.top_k)
             }
             Place::Cached(cache, call) => {
@@ -205,7 +210,7 @@ impl<'a> SparseMemory<'a> {
                     compression,
                     selection,
                 });
-                sparse_attention(query, &rows, compressed, &options)
+                sparse_attention(query, &store(rows, config.float), compressed, &options)
             }
             Place::Cached(cache, call) => {
                 let entries = entries.and_then(Entries::cached);

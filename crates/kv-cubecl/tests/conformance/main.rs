@@ -35,6 +35,7 @@ mod rope;
 mod running;
 mod slots;
 mod small;
+mod sparse_cache;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;
