@@ -27,6 +27,7 @@ pub(crate) mod quantize;
 pub(crate) mod rope;
 mod row_blocks;
 mod scores;
+pub(crate) mod sparse;
 pub(crate) mod streaming_attention;
 
 use cubecl::client::Client;

@@ -9,7 +9,7 @@ use super::{
     AttendInputs, AttendPlan, Compression, Gated, IndexQuery, PoolInputs, PoolPlan, RowFormat,
     RowLayout, Selection, SparseConfig, SparseOps, Stride,
     compressor::Compressor,
-    store::{RowStore, Span},
+    store::{RowStore, span},
 };
 use crate::{CacheFloat, Error, Result, error::invalid, functions::hadamard};
 
@@ -134,7 +134,7 @@ impl SparseConfig {
 /// The tokens of one call.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
-    pub(super) span: Span,
+    pub(super) span: Tensor<2, Int>,
     /// The most tokens of a sequence.
     tokens: usize,
     /// The most tokens of a sequence after the call.
@@ -257,7 +257,7 @@ impl SparseCache {
             }
         }
         Ok(Call {
-            span: Span::new(&self.lens, added, &self.device()),
+            span: span(&self.lens, added, &self.device()),
             tokens: added.iter().copied().max().unwrap_or(0),
             len: pairs.map(|(len, added)| len + added).max().unwrap_or(0),
             added: Some(added.to_vec()),
@@ -268,9 +268,9 @@ impl SparseCache {
     /// sequence with a position below 0 takes no part.
     pub(super) fn call_at(&self, position: &Tensor<1, Int>) -> Call {
         let batch = self.lens.len();
-        let ones = Tensor::ones([batch], (&position.device(), DType::I32));
-        let starts = position.clone().cast(DType::I32).expand([batch]);
-        let span = Span { starts, counts: ones };
+        let starts = position.clone().cast(DType::I32).expand([batch]).reshape([1, batch]);
+        let ones = Tensor::ones([1, batch], (&position.device(), DType::I32));
+        let span = Tensor::cat(vec![starts, ones], 0);
         Call { span, tokens: 1, len: self.config.capacity, added: None }
     }
 
@@ -308,7 +308,7 @@ impl SparseCache {
             layout,
             n,
         );
-        let (span, compression) = (call.span.to_dispatch(), keys.compression);
+        let (span, compression) = (call.span.clone().into_dispatch(), keys.compression);
         let selected =
             <Dispatch as SparseOps>::top_entries(scores, span, compression, top_k.min(n));
         if let Some(added) = &call.added {
@@ -367,7 +367,8 @@ impl SparseCache {
             selected: selected.into_dispatch(),
             sink_logits: sink_logits.into_dispatch(),
         };
-        let output = <Dispatch as SparseOps>::attend_rows(inputs, call.span.to_dispatch(), plan);
+        let output =
+            <Dispatch as SparseOps>::attend_rows(inputs, call.span.clone().into_dispatch(), plan);
         if let Some(added) = &call.added {
             self.lens.iter_mut().zip(added).for_each(|(len, added)| *len += added);
         }
@@ -415,7 +416,8 @@ impl Compressing {
             gain: compressor.gain.clone().into_dispatch(),
             rope: compressor.rope.table().clone().into_dispatch(),
         };
-        let pooled = <Dispatch as SparseOps>::pool_windows(inputs, span.to_dispatch(), plan);
+        let pooled =
+            <Dispatch as SparseOps>::pool_windows(inputs, span.clone().into_dispatch(), plan);
         let mut pooled: Tensor<3> = Tensor::from_dispatch(pooled);
         if compressor.hadamard {
             pooled = hadamard(pooled.unsqueeze_dim::<4>(1))?.squeeze_dim(1);

@@ -25,7 +25,7 @@ pub use compressor::{EntryCompressor, Gated, KeyCompressor};
 pub use config::{IndexConfig, RowFormat, SparseConfig};
 pub use layout::{RowLayout, Stride};
 pub use memory::{Entries, SparseMemory, Visible};
-pub use ops::{AttendInputs, AttendPlan, CallSpan, PoolInputs, PoolPlan, Rows, SparseOps};
+pub use ops::{AttendInputs, AttendPlan, PoolInputs, PoolPlan, Rows, SparseOps};
 pub use rope::rope_pairs;
 pub use select::{IndexQuery, Selection, index_scores, select_entries};
 pub use slots::{SparsePart, SparseTensor};

@@ -25,16 +25,6 @@ pub struct Rows<B: Backend> {
     pub floats: FloatTensor<B>,
 }
 
-/// The tokens of a call: for each sequence, how many it held before, and how many come.
-#[derive(Clone, Debug, ExtensionType)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub struct CallSpan<B: Backend> {
-    /// i32 `[batch]`; below 0, the sequence takes no part.
-    pub starts: IntTensor<B>,
-    /// i32 `[batch]`.
-    pub counts: IntTensor<B>,
-}
-
 /// The inputs of [`SparseOps::pool_windows`].
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
@@ -103,6 +93,9 @@ pub struct AttendPlan {
 
 /// Operations of sparse attention over stores of rows. They record no gradient: training uses
 /// [`sparse_attention`](super::sparse_attention) and the compressors.
+///
+/// `span`, i32 `[2, batch]`, describes the tokens of a call: for each sequence, how many it held
+/// before, and how many come. A sequence with a number below 0 takes no part.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
@@ -116,7 +109,7 @@ pub trait SparseOps: Backend {
     fn put_rows(
         #[extension_type] store: Rows<Self>,
         rows: FloatTensor<Self>,
-        #[extension_type] span: CallSpan<Self>,
+        span: IntTensor<Self>,
         layout: RowLayout,
         stride: Stride,
     ) -> Rows<Self>;
@@ -126,7 +119,7 @@ pub trait SparseOps: Backend {
     #[fusion(meta = |store, _span, layout, _back, slots| shapes::ring(store, layout, *slots))]
     fn tail_rows(
         store: FloatTensor<Self>,
-        #[extension_type] span: CallSpan<Self>,
+        span: IntTensor<Self>,
         layout: RowLayout,
         back: usize,
         slots: usize,
@@ -138,7 +131,7 @@ pub trait SparseOps: Backend {
     #[fusion(meta = |inputs, _span, plan| shapes::pooled(inputs.content.shape.dims::<3>()[0], plan))]
     fn pool_windows(
         #[extension_type] inputs: PoolInputs<Self>,
-        #[extension_type] span: CallSpan<Self>,
+        span: IntTensor<Self>,
         plan: PoolPlan,
     ) -> FloatTensor<Self>;
 
@@ -160,7 +153,7 @@ pub trait SparseOps: Backend {
     #[fusion(meta = |scores, _span, _compression, top_k| shapes::selected(scores, *top_k))]
     fn top_entries(
         scores: FloatTensor<Self>,
-        #[extension_type] span: CallSpan<Self>,
+        span: IntTensor<Self>,
         compression: Compression,
         top_k: usize,
     ) -> IntTensor<Self>;
@@ -171,7 +164,7 @@ pub trait SparseOps: Backend {
     #[fusion(meta = |inputs, _span, _plan| inputs.query.clone())]
     fn attend_rows(
         #[extension_type] inputs: AttendInputs<Self>,
-        #[extension_type] span: CallSpan<Self>,
+        span: IntTensor<Self>,
         plan: AttendPlan,
     ) -> FloatTensor<Self>;
 }

@@ -5,32 +5,13 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-use super::{CallSpan, RowLayout, Rows, SparseOps, Stride};
+use super::{RowLayout, Rows, SparseOps, Stride};
 use crate::{Error, Result};
 
-/// The tokens of a call on the device.
-#[derive(Clone, Debug)]
-pub(super) struct Span {
-    pub(super) starts: Tensor<1, Int>,
-    pub(super) counts: Tensor<1, Int>,
-}
-
-impl Span {
-    pub(super) fn new(starts: &[usize], counts: &[usize], device: &Device) -> Self {
-        let tensor = |numbers: &[usize]| {
-            let numbers: Vec<i32> = numbers.iter().map(|&n| n as i32).collect();
-            let n = numbers.len();
-            Tensor::from_data(TensorData::new(numbers, [n]), (device, DType::I32))
-        };
-        Self { starts: tensor(starts), counts: tensor(counts) }
-    }
-
-    pub(super) fn to_dispatch(&self) -> CallSpan<Dispatch> {
-        CallSpan {
-            starts: self.starts.clone().into_dispatch(),
-            counts: self.counts.clone().into_dispatch(),
-        }
-    }
+/// Returns the span of a call, see [`SparseOps`]: tokens before it, and how many come.
+pub(super) fn span(starts: &[usize], counts: &[usize], device: &Device) -> Tensor<2, Int> {
+    let numbers: Vec<i32> = starts.iter().chain(counts).map(|&n| n as i32).collect();
+    Tensor::from_data(TensorData::new(numbers, [2, starts.len()]), (device, DType::I32))
 }
 
 /// A store of rows. The tensors are `None` only while a backend writes them.
@@ -101,20 +82,26 @@ impl RowStore {
     }
 
     /// Calls [`SparseOps::put_rows`], in place.
-    pub(super) fn put(&mut self, rows: Tensor<3>, span: &Span, stride: Stride) {
+    pub(super) fn put(&mut self, rows: Tensor<3>, span: &Tensor<2, Int>, stride: Stride) {
         let store = self.rows.take().expect(LOST);
-        let (rows, span) = (rows.into_dispatch(), span.to_dispatch());
+        let (rows, span) = (rows.into_dispatch(), span.clone().into_dispatch());
         let layout = self.layout;
         self.rows = Some(<Dispatch as SparseOps>::put_rows(store, rows, span, layout, stride));
     }
 
     /// Returns a ring of `slots` slots with the `back` rows before the call, and the rows of the
     /// call. The store has no codes.
-    pub(super) fn extended(&self, rows: Tensor<3>, span: &Span, back: usize, slots: usize) -> Self {
+    pub(super) fn extended(
+        &self,
+        rows: Tensor<3>,
+        span: &Tensor<2, Int>,
+        back: usize,
+        slots: usize,
+    ) -> Self {
         let Rows { codes, floats } = self.read();
         let floats = <Dispatch as SparseOps>::tail_rows(
             floats,
-            span.to_dispatch(),
+            span.clone().into_dispatch(),
             self.layout,
             back,
             slots,

@@ -18,8 +18,8 @@ use crate::{
     layout::PackedLayout,
     simd::{self, add_rows, exp2_minus_max, score_rows},
     sparse::{
-        AttendInputs, AttendPlan, CallSpan, Compression, PoolInputs, PoolPlan, RowLayout, Rows,
-        SparseOps, Stride,
+        AttendInputs, AttendPlan, Compression, PoolInputs, PoolPlan, RowLayout, Rows, SparseOps,
+        Stride,
     },
 };
 
@@ -30,7 +30,7 @@ impl SparseOps for Flex {
     fn put_rows(
         store: Rows<Self>,
         rows: FloatTensor<Self>,
-        span: CallSpan<Self>,
+        span: IntTensor<Self>,
         layout: RowLayout,
         stride: Stride,
     ) -> Rows<Self> {
@@ -62,7 +62,7 @@ impl SparseOps for Flex {
 
     fn tail_rows(
         store: FloatTensor<Self>,
-        span: CallSpan<Self>,
+        span: IntTensor<Self>,
         layout: RowLayout,
         back: usize,
         slots: usize,
@@ -84,7 +84,7 @@ impl SparseOps for Flex {
 
     fn pool_windows(
         inputs: PoolInputs<Self>,
-        span: CallSpan<Self>,
+        span: IntTensor<Self>,
         plan: PoolPlan,
     ) -> FloatTensor<Self> {
         let PoolInputs { content, gate, position_bias, gain, rope } = inputs;
@@ -152,7 +152,7 @@ impl SparseOps for Flex {
 
     fn top_entries(
         scores: FloatTensor<Self>,
-        span: CallSpan<Self>,
+        span: IntTensor<Self>,
         compression: Compression,
         top_k: usize,
     ) -> IntTensor<Self> {
@@ -173,7 +173,7 @@ impl SparseOps for Flex {
 
     fn attend_rows(
         inputs: AttendInputs<Self>,
-        span: CallSpan<Self>,
+        span: IntTensor<Self>,
         plan: AttendPlan,
     ) -> FloatTensor<Self> {
         let AttendInputs { query, window, entries, selected, sink_logits } = inputs;
@@ -241,21 +241,19 @@ fn kept_rows(span: &Span, layout: &RowLayout, stride: Stride) -> Vec<(usize, usi
 }
 
 /// The tokens of a call, by sequence.
-struct Span {
-    starts: FlexTensor,
-    counts: FlexTensor,
-}
+struct Span(FlexTensor);
 
 impl Span {
-    fn new(CallSpan { starts, counts }: CallSpan<Flex>) -> Self {
-        Self { starts: contiguous(starts), counts: contiguous(counts) }
+    fn new(span: FlexTensor) -> Self {
+        Self(contiguous(span))
     }
 
     /// Returns the tokens that a sequence held before the call, and how many come; `None` if it
     /// takes no part.
     fn of(&self, sequence: usize) -> Option<(usize, usize)> {
-        let start = usize::try_from(self.starts.storage::<i32>()[sequence]).ok()?;
-        let count = self.counts.storage::<i32>()[sequence];
+        let numbers = self.0.storage::<i32>();
+        let start = usize::try_from(numbers[sequence]).ok()?;
+        let count = numbers[numbers.len() / 2 + sequence];
         Some((start, usize::try_from(count).unwrap_or(0)))
     }
 }

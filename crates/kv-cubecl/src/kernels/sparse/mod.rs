@@ -1,0 +1,14 @@
+//! Sparse attention: stores of rows, compression to entries, scores of keys, selection, attention.
+
+mod attend;
+mod pool;
+mod rows;
+mod score;
+mod select;
+mod store;
+
+pub(crate) use attend::{AttendBindings, launch_attend};
+pub(crate) use pool::{PoolBindings, launch_pool};
+pub(crate) use score::{ScoreProblem, launch_scores};
+pub(crate) use select::{SelectProblem, launch_select};
+pub(crate) use store::{launch_put_codes, launch_put_floats, launch_tail};
