@@ -26,6 +26,7 @@ mod hadamard;
 mod quantizer;
 mod running;
 mod sequence;
+mod sparse;
 mod stream;
 mod tensor;
 
@@ -44,5 +45,9 @@ pub use hadamard::hadamard;
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use running::{restore_with, running_amax};
 pub use sequence::{Streamed, stream};
+pub use sparse::{
+    CompressorOracle, CompressorWeights, attend_sparse_row, highest_scores, index_score, rms_norm,
+    rope_pairs,
+};
 pub use stream::{Lane, StreamOracle};
 pub use tensor::{dequantize, fake_quantize, fake_quantize_side, quantize, quantize_side};
