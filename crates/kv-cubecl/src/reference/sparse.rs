@@ -138,9 +138,10 @@ pub fn highest_scores(scores: &[f64], top_k: usize) -> Vec<usize> {
     order
 }
 
-/// Attention of one head of the newest token to recent tokens and to entries in one softmax. `rows`
-/// are those of all tokens up to the newest, of which it sees the last `sliding_window`. A row is
-/// both key and value.
+/// Attention of one head of the newest token to recent tokens and to entries in one softmax.
+///
+/// `rows` holds the rows of all tokens up to the newest, which sees the last `sliding_window` of
+/// them. A row is both key and value.
 pub fn attend_sparse_row(
     query: &[f64],
     rows: &[&[f64]],
@@ -217,7 +218,7 @@ mod tests {
 
     #[test]
     fn scores_by_hand() {
-        // Dots 2 and -3, of which the second counts as 0.
+        // The products are 2 and -3; the second counts as 0.
         assert_eq!(index_score(&[1.0, 0.0, 0.0, -1.0], &[-0.5, 9.0], &[2.0, 3.0]), -1.0);
         assert_eq!(highest_scores(&[1.0, 3.0, -2.0, 3.0, 0.0], 3), [1, 3, 0]);
         assert_eq!(highest_scores(&[1.0, 3.0], 3), [1, 0]);

@@ -34,6 +34,9 @@ mod rope;
 mod running;
 mod slots;
 mod small;
+mod sparse;
+#[cfg(feature = "autodiff")]
+mod sparse_gradients;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;
