@@ -1,8 +1,15 @@
 //! Sparse attention over compressed entries, as in DeepSeek-V4 (2026): one token of one sequence at
 //! a time, in f64.
 
-use super::attention::{Row, RowOptions, attend_row_with};
-use crate::sparse::Compression;
+use super::{
+    attention::{Row, RowOptions, attend_row_with},
+    formats::row_group,
+    stream::{restored, stored},
+};
+use crate::{
+    KvFormat,
+    sparse::{Compression, RowFormat},
+};
 
 /// Applies rope to the last channels of a row. Each two neighbors among them are a complex number,
 /// which is multiplied by `e^(i angle)` with an angle of its own. Negated angles undo it.
@@ -154,11 +161,30 @@ pub fn attend_sparse_row(
     attend_row_with(query, &seen, &seen, options)
 }
 
+/// Stores and restores an entry or a key of an indexer. The last `float_channels` are rounded to
+/// the float type, and the others are quantized in groups of channels. Without codes, all are
+/// rounded.
+///
+/// It takes f32, since a number near the middle of two codes may round differently in f64.
+pub fn stored_row(row: &[f32], format: RowFormat) -> Vec<f32> {
+    let coded = match format.codes {
+        KvFormat::Float => 0,
+        _ => row.len() - format.float_channels,
+    };
+    let (coded, floats) = row.split_at(coded);
+    let floats = stored(floats, format.float);
+    match row_group(format.codes, true, coded.len(), RowFormat::GROUP_SIZE) {
+        Some(group) if !coded.is_empty() => [restored(coded, format.codes, group), floats].concat(),
+        _ => floats,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use core::f64::consts::{FRAC_PI_2, LN_2};
 
     use super::*;
+    use crate::CacheFloat;
 
     fn near(got: &[f64], expected: &[f64]) {
         assert_eq!(got.len(), expected.len());
@@ -222,6 +248,22 @@ mod tests {
         assert_eq!(index_score(&[1.0, 0.0, 0.0, -1.0], &[-0.5, 9.0], &[2.0, 3.0]), -1.0);
         assert_eq!(highest_scores(&[1.0, 3.0, -2.0, 3.0, 0.0], 3), [1, 3, 0]);
         assert_eq!(highest_scores(&[1.0, 3.0], 3), [1, 0]);
+    }
+
+    #[test]
+    fn stored_rows_by_hand() {
+        // Codes have scale 2. In bf16, neighbors of 257 are 256 and 258; the tie goes to even.
+        let row = [254.0, -254.0, 1.0, 3.0, 257.0, 1.5];
+        let format = RowFormat::codes(KvFormat::Int8).with_float_channels(2, CacheFloat::Bf16);
+        assert_eq!(stored_row(&row, format), [254.0, -254.0, 0.0, 4.0, 256.0, 1.5]);
+        let all_float = RowFormat { float_channels: 6, ..format };
+        let rounded = [254.0, -254.0, 1.0, 3.0, 256.0, 1.5];
+        assert_eq!(stored_row(&row, all_float), rounded);
+        assert_eq!(stored_row(&row, RowFormat::float(CacheFloat::Bf16)), rounded);
+        // Blocks of 32 channels have scales of their own.
+        let blocks: Vec<f32> = [[6.0; 32], [0.4; 32]].concat();
+        let restored = stored_row(&blocks, RowFormat::codes(KvFormat::E2m1Blocks));
+        assert_eq!(restored, [[6.0; 32], [0.375; 32]].concat());
     }
 
     #[test]
