@@ -3,7 +3,8 @@
 //! Slow and literal on purpose, and independent of everything it checks: the quantizer is one group
 //! at a time in f32 ([`quantize_group`], [`scaled_group`]), attention is one row at a time in f64
 //! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
-//! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. No tensor library.
+//! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. Sparse attention is one token
+//! at a time in f64 ([`CompressorOracle`], [`attend_sparse_row`]). No tensor library.
 //!
 //! Tensors are slices in row-major order with their shape
 //! `[batch, heads, tokens, head_dim]` beside them. Wrong sizes panic.
@@ -26,6 +27,7 @@ mod hadamard;
 mod quantizer;
 mod running;
 mod sequence;
+mod sparse;
 mod stream;
 mod tensor;
 
@@ -44,5 +46,9 @@ pub use hadamard::hadamard;
 pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
 pub use running::{restore_with, running_amax};
 pub use sequence::{Streamed, stream};
+pub use sparse::{
+    CompressorOracle, CompressorWeights, attend_sparse_row, highest_scores, index_score, rms_norm,
+    rope_pairs, stored_row,
+};
 pub use stream::{Lane, StreamOracle};
 pub use tensor::{dequantize, fake_quantize, fake_quantize_side, quantize, quantize_side};

@@ -224,7 +224,7 @@ pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
 }
 
 /// Quantizes and restores a row in groups of `group` channels.
-fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
+pub(super) fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
     row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
 }
 

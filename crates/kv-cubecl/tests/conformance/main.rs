@@ -35,7 +35,10 @@ mod rope;
 mod running;
 mod slots;
 mod small;
+mod sparse;
 mod sparse_cache;
+#[cfg(feature = "autodiff")]
+mod sparse_gradients;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;

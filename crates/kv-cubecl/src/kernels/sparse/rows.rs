@@ -53,14 +53,12 @@ pub(super) fn channel_at<R: Float>(
     match spec {
         Some(spec) => {
             let coded = args.width - args.floats;
-            let mut value = f32::new(0.0);
             if channel < coded {
-                value = code_at(codes, sequence, slot, channel, coded, args, spec);
+                code_at(codes, sequence, slot, channel, coded, args, spec)
             } else {
                 let row = (sequence * args.slots + slot) * args.floats;
-                value = f32::cast_from(floats[row + channel - coded]);
+                f32::cast_from(floats[row + channel - coded])
             }
-            value
         }
         None => f32::cast_from(floats[(sequence * args.slots + slot) * args.width + channel]),
     }
@@ -112,7 +110,8 @@ pub(super) struct Added {
 /// Returns the tokens of a call in a sequence, from `span`, `[2, batch]`.
 #[cube]
 pub(super) fn added(span: &[i32], sequence: usize, batch: usize) -> Added {
-    let (mut start, mut count) = (0usize, 0usize);
+    let mut start = 0usize;
+    let mut count = 0usize;
     if span[sequence] >= 0 && span[batch + sequence] > 0 {
         start = span[sequence] as usize;
         count = span[batch + sequence] as usize;
