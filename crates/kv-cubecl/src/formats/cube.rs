@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-pub(crate) use super::in_kernels::{greater, lesser, saturate};
+pub(crate) use super::in_kernels::{greater, is_nan, lesser, saturate};
 use super::{
     Codec, QuantSpec,
     in_kernels::{CubeCodec, code_at},

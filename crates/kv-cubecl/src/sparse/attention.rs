@@ -3,7 +3,7 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
 
 use super::{Compression, Selection, select::hidden_entries};
-use crate::{Error, Result};
+use crate::{Error, Result, error::invalid};
 
 /// Query rows that are computed together.
 const ROWS: usize = 64;
@@ -39,19 +39,19 @@ pub struct SparseOptions {
 /// - output: f32 `[batch, n_heads, tokens, head_dim]`
 ///
 /// # Errors
-/// [`Error::Shape`] for tensors that do not fit.
+/// [`Error::Shape`] for tensors that do not fit, and [`Error::InvalidConfig`] for a sliding window
+/// of 0.
+///
+/// # Panics
+/// Panics for a selection of an entry that does not exist.
 pub fn sparse_attention(
     query: Tensor<4>,
     rows: &Tensor<4>,
     compressed: Option<Compressed<'_>>,
     options: &SparseOptions,
 ) -> Result<Tensor<4>> {
-    let op = "sparse_attention";
+    check(&query, rows, compressed.as_ref(), options)?;
     let ([batch, heads, tokens, width], device) = (query.dims(), query.device());
-    if rows.dims() != [batch, 1, tokens, width] {
-        let rule = format!("must be [{batch}, 1, {tokens}, {width}]");
-        return Err(Error::Shape { op, tensor: "rows", shape: rows.dims().to_vec(), rule });
-    }
     let scale = options.scale.unwrap_or(1.0 / (width as f32).sqrt());
     let query = query.cast(DType::F32) * scale;
     let rows = rows.clone().cast(DType::F32);
@@ -90,6 +90,47 @@ pub fn sparse_attention(
         weights.narrow(3, 0, n).matmul(values)
     };
     Ok(Tensor::cat((0..tokens).step_by(ROWS).map(block).collect(), 2))
+}
+
+/// Checks the arguments of [`sparse_attention`].
+fn check(
+    query: &Tensor<4>,
+    rows: &Tensor<4>,
+    compressed: Option<&Compressed<'_>>,
+    options: &SparseOptions,
+) -> Result<()> {
+    let [batch, heads, tokens, width] = query.dims();
+    let misfit = |tensor, shape: Vec<usize>, rule: String| {
+        Err(Error::Shape { op: "sparse_attention", tensor, shape, rule })
+    };
+    if query.dims().contains(&0) {
+        let rule = "must have no empty axis".to_string();
+        return misfit("query", query.dims().to_vec(), rule);
+    }
+    if options.sliding_window == 0 {
+        return Err(invalid("sliding_window", 0, "must be at least 1"));
+    }
+    if rows.dims() != [batch, 1, tokens, width] {
+        let rule = format!("must be [{batch}, 1, {tokens}, {width}]");
+        return misfit("rows", rows.dims().to_vec(), rule);
+    }
+    if let Some(logits) = options.sink_logits.as_ref().filter(|logits| logits.dims() != [heads]) {
+        let rule = format!("must be [n_heads], [{heads}]");
+        return misfit("sink_logits", logits.dims().to_vec(), rule);
+    }
+    let Some(Compressed { entries, selection, .. }) = compressed else { return Ok(()) };
+    let n = entries.dims()[2];
+    if n == 0 || entries.dims() != [batch, 1, n, width] {
+        let rule = format!("must be [{batch}, 1, entries, {width}] with at least one entry");
+        return misfit("entries", entries.dims().to_vec(), rule);
+    }
+    match selection.map(|selection| selection.indices().dims()) {
+        Some(shape) if shape[..2] != [batch, tokens] || shape[2] == 0 => {
+            let rule = format!("must be [{batch}, {tokens}, top_k]");
+            misfit("selection", shape.to_vec(), rule)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns which tokens of `keys` each token of `queries` does not see, `[queries, keys]`.

@@ -15,8 +15,8 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Takes the numbers of the selected entries, `[batch, tokens, top_k]`, in any order; -1 where
-    /// a token sees fewer.
+    /// Takes the numbers of the selected entries, `[batch, tokens, n]`, in any order; -1 where a
+    /// token sees fewer than `n`, which is at most `top_k`.
     pub fn new(indices: Tensor<3, Int>) -> Self {
         Self { indices }
     }
@@ -26,8 +26,8 @@ impl Selection {
         Self::new(Tensor::full([batch, tokens, 1], -1, (device, DType::I32)))
     }
 
-    /// Returns the numbers of the selected entries, `[batch, tokens, top_k]`; -1 where a token sees
-    /// fewer.
+    /// Returns the numbers of the selected entries, `[batch, tokens, n]` with `n` of at most
+    /// `top_k`; -1 where a token sees fewer.
     pub fn indices(&self) -> &Tensor<3, Int> {
         &self.indices
     }
@@ -47,8 +47,8 @@ impl IndexQuery {
     /// Checks the shapes against keys of `width` channels.
     pub(super) fn check(&self, op: &'static str, width: usize) -> Result<()> {
         let [batch, heads, tokens, own_width] = self.query.dims();
-        if own_width != width {
-            let rule = format!("must have the {width} channels of the keys");
+        if own_width != width || self.query.dims().contains(&0) {
+            let rule = format!("must have no empty axis, and the {width} channels of the keys");
             let shape = self.query.dims().to_vec();
             return Err(Error::Shape { op, tensor: "query", shape, rule });
         }
@@ -72,8 +72,13 @@ impl IndexQuery {
 /// # Errors
 /// [`Error::Shape`] for a query that does not fit the keys.
 pub fn index_scores(index: &IndexQuery, keys: &Tensor<4>) -> Result<Tensor<3>> {
-    let ([batch, _, n, width], tokens) = (keys.dims(), index.query.dims()[2]);
+    let ([batch, heads, n, width], tokens) = (keys.dims(), index.query.dims()[2]);
     index.check("index_scores", width)?;
+    if heads != 1 || n == 0 || batch != index.query.dims()[0] {
+        let rule = format!("must be [{}, 1, keys, width] with a key", index.query.dims()[0]);
+        let shape = keys.dims().to_vec();
+        return Err(Error::Shape { op: "index_scores", tensor: "keys", shape, rule });
+    }
     let keys = keys.clone().cast(DType::F32).swap_dims(2, 3); // [batch, 1, width, n]
     let rows = |first: usize| {
         let count = ROWS.min(tokens - first);
@@ -105,7 +110,10 @@ pub fn select_entries(
     }
     let ([_, tokens, n], device) = (scores.dims(), scores.device());
     let hidden = hidden_entries(first, tokens, n, compression, &device);
-    let scores = scores.detach().mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY);
+    let scores = scores.detach();
+    // A NaN counts as the lowest score.
+    let scores = scores.clone().mask_fill(scores.is_nan(), f32::MIN);
+    let scores = scores.mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY);
     let (best, indices) = scores.topk_with_indices(top_k.min(n), 2);
     Ok(Selection::new(indices.mask_fill(best.equal_elem(f32::NEG_INFINITY), -1)))
 }

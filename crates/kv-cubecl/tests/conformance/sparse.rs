@@ -631,7 +631,7 @@ fn layers_follow_the_definition<T: Target>(on: &On<T>) {
                 all.with_index(IndexConfig { head_dim: index_width, top_k, keys: key_format })
             });
             config.validate().unwrap();
-            let mut memory = SparseMemory::Parallel { config };
+            let mut memory = SparseMemory::parallel(config);
             let what = format!("{compression:?}: {tokens} tokens, {:?}", config.index);
             let [content, gate, position_bias, gain] = text.on(on);
             let compressor = text.compressor(position_bias, gain);
@@ -663,7 +663,7 @@ fn layers_follow_the_definition<T: Target>(on: &On<T>) {
             close(what, &Host::of(got), &layer.expected(&layer.f64()), CLOSE);
         }
         // A layer with a window only.
-        let memory = SparseMemory::Parallel { config: window };
+        let memory = SparseMemory::parallel(window);
         layer.selected = Some(vec![vec![]; batch * tokens]);
         let [query, rows, _, sinks] = layer.on(on);
         let sinks = Some(sinks.flatten(0, 3));
@@ -818,7 +818,7 @@ fn calls_that_are_not_as_the_layer_says<T: Target>(on: &On<T>) {
     let all = window.with_compression(compression);
     let format = RowFormat::float(CacheFloat::F32);
     let indexed = all.with_index(IndexConfig { head_dim: width, top_k: 1, keys: format });
-    let memory = |config| SparseMemory::Parallel { config };
+    let memory = |config| SparseMemory::parallel(config);
     let entries = memory(all).compress(&compressor, gated()).unwrap();
     let selection = memory(indexed).select(&keys, gated(), &index_query).unwrap();
 

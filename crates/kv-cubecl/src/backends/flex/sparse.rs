@@ -332,10 +332,14 @@ fn select(scores: &[f32], selected: &mut [i32]) {
         (0..).zip(selected).take(scores.len()).for_each(|(i, to)| *to = i);
         return;
     }
-    // Orders by score, then by the smaller number.
+    // Orders by score, then by the smaller number. NaN is below every score.
     let key = |(i, score): (usize, &f32)| {
         let bits = (score + 0.0).to_bits();
-        let ordered = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+        let ordered = match bits >> 31 {
+            _ if score.is_nan() => 0,
+            0 => bits | 1 << 31,
+            _ => !bits,
+        };
         u64::from(ordered) << 32 | u64::from(!(i as u32))
     };
     let mut keys: Vec<u64> = scores.iter().enumerate().map(key).collect();

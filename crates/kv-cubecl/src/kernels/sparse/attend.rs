@@ -62,7 +62,6 @@ struct AttendArgs {
 /// The rows of a token: recent tokens, then entries.
 #[derive(CubeType)]
 struct Seen {
-    sequence: usize,
     /// The first recent token.
     first: usize,
     /// Recent tokens.
@@ -99,7 +98,7 @@ fn attend_rows<W: Float, R: Float>(
     let (sequence, token) = (row / args.tokens, row % args.tokens);
     let call = added(span, sequence, args.batch);
     let mut n = 0usize;
-    let mut seen = Seen { sequence, first: 0, recent: 0, selection: row * args.top_k };
+    let mut seen = Seen { first: 0, recent: 0, selection: row * args.top_k };
     if token < call.count {
         let position = call.start + token;
         seen.recent = clamp_max(position + 1, args.sliding_window);

@@ -9,6 +9,7 @@ use cubecl::{client::Client, prelude::*};
 use super::rows::added;
 use crate::{
     Result,
+    formats::cube::is_nan,
     kernels::{Grid, Limits},
     sparse::Compression,
 };
@@ -43,12 +44,13 @@ struct SelectArgs {
     ratio: usize,
 }
 
-/// Returns a number that orders as the score does, 0 and -0 alike.
+/// Returns a number that orders as the score does, 0 and -0 alike, and NaN below every score.
 #[cube]
 fn ordered(score: f32) -> u32 {
     let bits = u32::reinterpret(score + f32::new(0.0));
     // Negative numbers order the other way.
-    select(bits >> 31u32 == 0u32, bits | (1u32 << 31u32), !bits)
+    let ordered = select(bits >> 31u32 == 0u32, bits | (1u32 << 31u32), !bits);
+    select(is_nan(score), 0u32, ordered)
 }
 
 /// Returns the sum of the numbers of all units. Contains barriers.
