@@ -13,6 +13,31 @@ pub(crate) const TILE: usize = 32;
 /// Scratch memory that [`CpuCodec::score`] takes, in rows of `head_dim` elements.
 pub(crate) const SCRATCH_ROWS: usize = 8;
 
+/// The heads of an indexer for one token.
+pub(crate) struct IndexHeads<'a> {
+    /// `[heads, head_dim]`.
+    pub(crate) query: &'a [f32],
+    /// `[heads]`.
+    pub(crate) weights: &'a [f32],
+}
+
+impl IndexHeads<'_> {
+    /// Computes the scores of rows: the sum over heads of the weight times the ReLU of the product.
+    /// `dots` is scratch memory.
+    pub(crate) fn score(&self, rows: &[f32], scores: &mut [f32], dots: &mut Vec<f32>) {
+        let (heads, n) = (self.weights.len(), scores.len());
+        dots.resize(heads * n, 0.0);
+        score_rows(self.query, rows, dots, n, self.query.len() / heads);
+        scores.fill(0.0);
+        for (dots, weight) in dots.chunks_exact(n).zip(self.weights) {
+            for (score, &dot) in scores.iter_mut().zip(dots) {
+                // NaN stays NaN.
+                *score += weight * if dot < 0.0 { 0.0 } else { dot };
+            }
+        }
+    }
+}
+
 /// Consecutive packed tokens of one (batch, kv head).
 pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
@@ -36,6 +61,15 @@ impl PackedRun<'_> {
     pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32]) {
         self.restored_tiles(|first, rows| {
             add_rows(&weights[first..], n, rows, o, self.place.head_dim);
+        });
+    }
+
+    /// Computes [`CpuCodec::index_scores`] from restored keys.
+    pub(crate) fn index_scores_restored(&self, heads: &IndexHeads<'_>, scores: &mut [f32]) {
+        let (head_dim, mut dots) = (self.place.head_dim, vec![]);
+        self.restored_tiles(|first, rows| {
+            let n = rows.len() / head_dim;
+            heads.score(rows, &mut scores[first..first + n], &mut dots);
         });
     }
 
@@ -81,6 +115,11 @@ pub(crate) trait CpuCodec: Sync {
         _scratch: &mut [f32],
     ) {
         keys.score_restored(query, scores, n);
+    }
+
+    /// Computes the scores of an indexer's keys, by default from restored keys.
+    fn index_scores(&self, keys: &PackedRun<'_>, heads: &IndexHeads<'_>, scores: &mut [f32]) {
+        keys.index_scores_restored(heads, scores);
     }
 
     /// Computes `o_r += sum_t weights[r * n + t] * value_t`, by default from restored values.

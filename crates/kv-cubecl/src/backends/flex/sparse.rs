@@ -14,7 +14,7 @@ use rayon::prelude::*;
 
 use super::{cache::Floats, contiguous, dims, floats, tensor};
 use crate::{
-    formats::flex::TILE,
+    formats::flex::{IndexHeads, PackedRun, TILE},
     layout::PackedLayout,
     simd::{self, add_rows, exp2_minus_max, score_rows},
     sparse::{
@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Keys that a thread scores at a time.
-const SCORED: usize = 512;
+const SCORED: usize = 2048;
 
 impl SparseOps for Flex {
     fn put_rows(
@@ -142,9 +142,11 @@ impl SparseOps for Flex {
         }
         let each = |((row, first), out): ((usize, usize), &mut [f32])| {
             let keys = SequenceRows::new(&keys, &layout, row / tokens);
-            let query = &query[row * heads * width..][..heads * width];
-            let weights = &weights[row * heads..][..heads];
-            score_part(&keys, query, weights, first, out);
+            let heads = IndexHeads {
+                query: &query[row * heads * width..][..heads * width],
+                weights: &weights[row * heads..][..heads],
+            };
+            score_part(&keys, &heads, first, out);
         };
         parts.into_par_iter().zip(outputs).for_each(each);
         tensor(scores, [batch, tokens, n])
@@ -301,27 +303,17 @@ impl<'a> SequenceRows<'a> {
     }
 }
 
-/// Computes the scores of the keys from `first` on, for the heads of one token.
-fn score_part(
-    keys: &SequenceRows<'_>,
-    query: &[f32],
-    weights: &[f32],
-    first: usize,
-    scores: &mut [f32],
-) {
-    let width = keys.layout.width;
-    let (mut tile, mut dots) = (vec![0.0; TILE * width], vec![0.0; weights.len() * TILE]);
+/// Computes the scores of the keys from `first` on.
+fn score_part(keys: &SequenceRows<'_>, heads: &IndexHeads<'_>, first: usize, scores: &mut [f32]) {
+    if let Some(place) = keys.packed.filter(|_| keys.layout.floats() == 0) {
+        let tokens = first..first + scores.len();
+        let run = PackedRun { words: keys.words, place, tokens, skipped: 0 };
+        return place.spec.format.on_cpu().index_scores(&run, heads, scores);
+    }
+    let (mut tile, mut dots) = (vec![0.0; TILE * keys.layout.width], vec![]);
     for (i, scores) in scores.chunks_mut(TILE).enumerate() {
-        let (slot, n) = (first + i * TILE, scores.len());
-        let rows = keys.tile(slot..slot + n, &mut tile);
-        let dots = &mut dots[..weights.len() * n];
-        score_rows(query, rows, dots, n, width);
-        scores.fill(0.0);
-        for (dots, weight) in dots.chunks_exact(n).zip(weights) {
-            for (score, dot) in scores.iter_mut().zip(dots) {
-                *score += weight * dot.max(0.0);
-            }
-        }
+        let slot = first + i * TILE;
+        heads.score(keys.tile(slot..slot + scores.len(), &mut tile), scores, &mut dots);
     }
 }
 

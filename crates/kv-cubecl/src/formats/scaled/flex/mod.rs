@@ -14,7 +14,7 @@ use macerator::Simd;
 use crate::{
     formats::{
         Codec, Granularity,
-        flex::{CpuCodec, PackedRun},
+        flex::{CpuCodec, IndexHeads, PackedRun},
     },
     layout::PackedLayout,
     simd,
@@ -306,6 +306,14 @@ impl<F: Scaled> CpuCodec for F {
             return;
         }
         keys.score_restored(query, scores, n);
+    }
+
+    fn index_scores(&self, keys: &PackedRun<'_>, heads: &IndexHeads<'_>, scores: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if avx512::index_scores::<F>(keys, heads, scores) {
+            return;
+        }
+        keys.index_scores_restored(heads, scores);
     }
 
     fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {

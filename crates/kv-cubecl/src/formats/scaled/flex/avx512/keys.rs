@@ -73,7 +73,7 @@ pub(super) fn score_rows<F: Scaled, const CODES: usize, const ROWS: usize>(
 /// Overwrites `x`, of at most 16 floats, with the lanes of `vector` from `first` on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn store(x: &mut [f32], first: usize, vector: __m512) {
+pub(super) fn store(x: &mut [f32], first: usize, vector: __m512) {
     if let Some(x) = x.as_mut_array::<LANES>() {
         // SAFETY: the array has 16 floats.
         return unsafe { _mm512_storeu_ps(x.as_mut_ptr(), vector) };
@@ -87,7 +87,7 @@ fn store(x: &mut [f32], first: usize, vector: __m512) {
 /// Returns the scales of one group of 16 tokens, from a slot on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn scales<F: Scaled>(rows: &Rows<'_>, slot: usize, group: usize) -> __m512 {
+pub(super) fn scales<F: Scaled>(rows: &Rows<'_>, slot: usize, group: usize) -> __m512 {
     let mut scales = [0.0; LANES];
     for lane in 0..LANES {
         scales[lane] = rows.scale::<F>(slot + lane, group);
@@ -103,7 +103,7 @@ fn scales<F: Scaled>(rows: &Rows<'_>, slot: usize, group: usize) -> __m512 {
 /// The tokens and words must be in the slice of codes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn transposed(rows: &Rows<'_>, slot: usize, word: usize) -> [__m512i; QUAD] {
+pub(super) unsafe fn transposed(rows: &Rows<'_>, slot: usize, word: usize) -> [__m512i; QUAD] {
     let (codes, width) = (rows.codes, rows.width);
     let first = slot * width + word * size_of::<u32>();
     let mut four = [_mm512_setzero_si512(); QUAD];

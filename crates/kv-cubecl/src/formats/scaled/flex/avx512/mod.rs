@@ -8,6 +8,7 @@
 #![allow(clippy::needless_range_loop, reason = "one index counts the registers of several arrays")]
 
 mod codes;
+mod index;
 mod keys;
 #[cfg(test)]
 mod tests;
@@ -23,6 +24,7 @@ use crate::{
     simd,
 };
 use codes::{E2M1, E4M3, E5M2, INT8};
+pub(super) use index::index_scores;
 
 /// 32-bit lanes of a vector.
 const LANES: usize = 16;

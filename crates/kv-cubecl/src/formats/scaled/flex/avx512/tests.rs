@@ -5,7 +5,7 @@ use crate::{
     KvFormat, Side,
     formats::{
         blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
-        flex::CpuCodec,
+        flex::{CpuCodec, IndexHeads},
         float8::{E4m3, E5m2},
         int8::Int8,
     },
@@ -172,5 +172,55 @@ fn large_numbers_use_restored_rows() {
     for (c, o) in o.iter().enumerate() {
         let column = rows.iter().skip(c).step_by(head_dim);
         near("large values", *o, column.map(|x| x * f64::from(0.01f32)));
+    }
+}
+
+/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the products;
+/// queries that were rounded to 4-bit floats are one, without rounding, so that only f32 sums round.
+#[test]
+fn index_scores_match_f64() {
+    let noise = &mut Noise(5);
+    for format in [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks] {
+        for (head_dim, heads, tokens) in [(32, 1, 16), (64, 5, 50), (128, 64, 77), (256, 9, 19)] {
+            for rounds in [false, true] {
+                let place = place(format, tokens, head_dim);
+                let words = packed(noise, format, tokens, head_dim);
+                let first = tokens / 5;
+                let run = PackedRun { words: &words, place, tokens: first..tokens - 1, skipped: 0 };
+                let mut query = noise.take(heads * head_dim);
+                if rounds {
+                    let place = self::place(KvFormat::E2m1Blocks, heads, head_dim);
+                    let mut words = vec![0; place.words()];
+                    E2m1Blocks.quantize(&query, &mut words, 0, &place);
+                    E2m1Blocks.restore(&words, 0, &mut query, &place);
+                }
+                let weights = noise.take(heads);
+                let heads = IndexHeads { query: &query, weights: &weights };
+                let mut got = vec![f32::NAN; run.tokens.len()];
+                if !index_scores_of(&run, &heads, &mut got) {
+                    return;
+                }
+                for (t, key) in restored(&run).chunks_exact(head_dim).enumerate() {
+                    let (mut expected, mut size) = (0.0, 0.0);
+                    for (query, weight) in query.chunks_exact(head_dim).zip(&weights) {
+                        let products = query.iter().zip(key).map(|(q, k)| f64::from(*q) * k);
+                        let dot: f64 = products.clone().sum();
+                        expected += f64::from(*weight) * dot.max(0.0);
+                        size += f64::from(weight.abs()) * products.map(f64::abs).sum::<f64>();
+                    }
+                    let allowed = if rounds { 4e-7 } else { 2f64.powi(-14) } * size;
+                    let off = (f64::from(got[t]) - expected).abs();
+                    assert!(off <= allowed, "{format} {head_dim} {rounds}: {off} of {size}");
+                }
+            }
+        }
+    }
+}
+
+fn index_scores_of(run: &PackedRun<'_>, heads: &IndexHeads<'_>, scores: &mut [f32]) -> bool {
+    match run.place.spec.format {
+        Codec::E2m1Blocks => index_scores::<E2m1Blocks>(run, heads, scores),
+        Codec::Mxfp4 => index_scores::<Mxfp4>(run, heads, scores),
+        _ => index_scores::<E4m3Blocks>(run, heads, scores),
     }
 }
