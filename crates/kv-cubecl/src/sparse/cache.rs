@@ -13,8 +13,8 @@ use super::{
 };
 use crate::{CacheFloat, Error, Result, error::invalid, functions::hadamard};
 
-/// What a layer of sparse attention keeps of earlier tokens: recent tokens, compressed entries, the
-/// keys of its indexer, and the projections of tokens whose window is not complete. All memory is
+/// The streaming state of a layer of sparse attention: recent tokens, compressed entries, the keys
+/// of its indexer, and the projections of tokens whose window is not complete. All memory is
 /// allocated at once.
 ///
 /// Any partition of a sequence into calls gives the same entries and outputs. Sequences of a batch
@@ -38,7 +38,7 @@ pub(super) struct Compressing {
     pub(super) rows: RowStore,
 }
 
-/// How often a cache attended to selected entries, and to how many.
+/// The calls of a cache that attended to selected entries, and the number of these entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SparseCounters {

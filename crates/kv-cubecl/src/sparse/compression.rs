@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Result, error::invalid};
 
-/// How tokens are compressed: every `ratio` consecutive tokens, a window, give one entry.
+/// The compression of tokens to entries: every `ratio` consecutive tokens, a window, give one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Compression {
     /// The tokens of a window.
     pub ratio: usize,
-    /// Whether an entry also depends on the tokens of the window before its own, in channels of
-    /// their own.
+    /// True if an entry also depends on the tokens of the window before its own. A projection then
+    /// has other channels for them.
     pub overlap: bool,
 }
 

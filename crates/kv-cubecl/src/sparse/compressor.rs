@@ -5,7 +5,7 @@ use burn::tensor::{DType, Int, Tensor, activation};
 use super::{Compression, rope_pairs};
 use crate::{Error, Result, RopeTable, error::invalid, functions::hadamard};
 
-/// What compression computes after its projections: a softmax over the tokens of a window, for each
+/// The part of compression after its projections: a softmax over the tokens of a window, for each
 /// channel by itself, then an RMS norm and rope.
 ///
 /// With the projections `c` and `z` of a window's tokens and a bias `p` for each place in a window,
@@ -20,15 +20,15 @@ pub(crate) struct Compressor {
     pub(crate) gain: Tensor<1>,
     pub(crate) epsilon: f64,
     pub(crate) rope: RopeTable,
-    /// Whether entries are multiplied by the Hadamard matrix after rope.
+    /// True if entries are multiplied by the Hadamard matrix after rope.
     pub(crate) hadamard: bool,
 }
 
 /// The gated projections of tokens.
 #[derive(Clone, Debug)]
 pub struct Gated {
-    /// What is averaged, `[batch, tokens, lanes * width]`: with overlap, each token's numbers for
-    /// the next window come first, then the numbers for its own.
+    /// The numbers that are averaged, `[batch, tokens, lanes * width]`. With overlap, each token's
+    /// numbers for the next window come first, then the numbers for its own.
     pub content: Tensor<3>,
     /// The logits of the softmax over tokens, of the same shape.
     pub gate: Tensor<3>,

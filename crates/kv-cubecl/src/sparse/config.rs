@@ -1,17 +1,11 @@
 //! [`SparseConfig`]: what a layer of sparse attention keeps, and how.
 
-use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::Compression;
-use crate::{
-    CacheFloat, KvFormat, Result, Side, SteGradient,
-    error::invalid,
-    functions::{fake_quantize_from, store},
-    layout::QuantSpec,
-};
+use crate::{CacheFloat, KvFormat, Result, Side, error::invalid, layout::QuantSpec};
 
-/// How rows are stored: compressed entries, or the keys of an indexer.
+/// The storage of rows: compressed entries, or the keys of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RowFormat {
@@ -57,20 +51,6 @@ impl RowFormat {
         }
     }
 
-    /// Returns rows, `[batch, 1, rows, width]` in f32, as they are restored after they were stored.
-    /// Gradients pass straight through.
-    pub(super) fn rounded(&self, rows: Tensor<4>) -> Tensor<4> {
-        let width = rows.dims()[3];
-        let Some(spec) = self.spec(width) else { return store(rows, self.float) };
-        let coded = self.coded_channels(width);
-        let quantize = |rows| fake_quantize_from(rows, spec, 0, SteGradient::Identity);
-        if coded == width {
-            return quantize(rows);
-        }
-        let rest = store(rows.clone().narrow(3, coded, width - coded), self.float);
-        Tensor::cat(vec![quantize(rows.narrow(3, 0, coded)), rest], 3)
-    }
-
     /// Checks that rows of `width` channels can be stored.
     fn validate(&self, field: &'static str, width: usize) -> Result<()> {
         if self.float_channels > width {
@@ -91,11 +71,11 @@ pub struct IndexConfig {
     pub head_dim: usize,
     /// Entries that a token attends to.
     pub top_k: usize,
-    /// How keys are stored.
+    /// The storage of keys.
     pub keys: RowFormat,
 }
 
-/// What one layer of sparse attention keeps of the tokens before.
+/// The state that one layer of sparse attention keeps of earlier tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SparseConfig {
@@ -107,9 +87,9 @@ pub struct SparseConfig {
     pub sliding_window: usize,
     /// The type of their rows.
     pub float: CacheFloat,
-    /// How older tokens are compressed; `None` for a layer with a window only.
+    /// The compression of tokens; `None` for a layer with a window only.
     pub compression: Option<Compression>,
-    /// How entries are stored.
+    /// The storage of entries.
     pub entries: RowFormat,
     /// The indexer; `None` for a layer that attends to all entries.
     pub index: Option<IndexConfig>,

@@ -1,6 +1,6 @@
-//! [`RowLayout`]: where the rows of a store are.
+//! [`RowLayout`]: the place of every row in a store.
 
-use super::{Compression, RowFormat};
+use super::RowFormat;
 use crate::layout::PackedLayout;
 
 /// The layout of a store of rows: a ring of `slots` rows for each sequence, in two tensors.
@@ -15,7 +15,7 @@ pub struct RowLayout {
     pub slots: usize,
     /// Channels of a row.
     pub width: usize,
-    /// How a row is stored.
+    /// The storage of a row.
     pub format: RowFormat,
 }
 
@@ -65,30 +65,5 @@ impl RowLayout {
     pub fn bytes(&self) -> usize {
         let floats: usize = self.float_shape().iter().product();
         4 * self.words() + self.format.float.size() * floats
-    }
-}
-
-/// How the rows of a call follow from its tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stride(pub usize);
-
-impl Stride {
-    /// A row for each token.
-    pub const TOKENS: Self = Self(1);
-
-    /// A row for each window.
-    pub const fn entries(compression: Compression) -> Self {
-        Self(compression.ratio)
-    }
-
-    /// Returns the first row and the number of rows that `count` tokens complete after `start`
-    /// tokens.
-    pub const fn rows(self, start: usize, count: usize) -> (usize, usize) {
-        (start / self.0, (start + count) / self.0 - start / self.0)
-    }
-
-    /// Returns the most rows that `count` tokens complete.
-    pub const fn most(self, count: usize) -> usize {
-        count.div_ceil(self.0)
     }
 }

@@ -1,4 +1,4 @@
-//! [`SparseMemory`]: where a layer of sparse attention finds earlier tokens.
+//! [`SparseMemory`]: a layer's access to earlier tokens.
 
 use burn::tensor::{Int, Tensor};
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{Result, error::invalid, functions::store};
 
-/// Where one layer of sparse attention finds earlier tokens. With it, the same code of a layer
+/// The access of one layer of sparse attention to earlier tokens. With it, the same code of a layer
 /// serves training, evaluation and streaming.
 #[derive(Debug)]
 pub struct SparseMemory<'a>(Place<'a>);
@@ -17,7 +17,7 @@ pub struct SparseMemory<'a>(Place<'a>);
 #[derive(Debug)]
 enum Place<'a> {
     Parallel(SparseConfig),
-    Cached(&'a mut SparseCache, Call),
+    Cached(&'a mut SparseCache, Box<Call>),
 }
 
 /// The compressed entries that a layer has computed. Other layers may attend to them.
@@ -28,10 +28,10 @@ pub struct Entries(Kept);
 enum Kept {
     /// `[batch, 1, entries, head_dim]`, if there are any.
     Parallel(Option<Tensor<4>>),
-    Cached(RowStore),
+    Cached(Box<RowStore>),
 }
 
-/// What a query attends to besides recent tokens.
+/// The entries that a query attends to, besides recent tokens.
 #[derive(Clone, Copy, Debug)]
 pub enum Visible<'a> {
     /// No entries: the layer has a window only.
@@ -60,7 +60,7 @@ impl<'a> SparseMemory<'a> {
             return Err(invalid("added", added.len(), rule));
         }
         let call = cache.call(added)?;
-        Ok(Self(Place::Cached(cache, call)))
+        Ok(Self(Place::Cached(cache, Box::new(call))))
     }
 
     /// Appends one token to each sequence of `cache`, at a position that is stored on the device,
@@ -68,7 +68,7 @@ impl<'a> SparseMemory<'a> {
     /// do not change; see [`SparseCache::advance`].
     pub fn at(cache: &'a mut SparseCache, position: &Tensor<1, Int>) -> Self {
         let call = cache.call_at(position);
-        Self(Place::Cached(cache, call))
+        Self(Place::Cached(cache, Box::new(call)))
     }
 
     fn config(&self) -> &SparseConfig {
@@ -96,7 +96,7 @@ impl<'a> SparseMemory<'a> {
             Place::Cached(cache, call) => {
                 cache.compress(&compressor.0, gated, call)?;
                 let entries = cache.entries.as_ref().expect("it has been written");
-                Ok(Entries(Kept::Cached(entries.rows.clone())))
+                Ok(Entries(Kept::Cached(Box::new(entries.rows.clone()))))
             }
         }
     }

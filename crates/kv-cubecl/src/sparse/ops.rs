@@ -10,7 +10,7 @@ use burn::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use super::{Compression, RowLayout, Stride};
+use super::{AttendPlan, Compression, PoolPlan, RowLayout, Stride};
 #[cfg(feature = "fusion")]
 use crate::shapes::fusion as shapes;
 
@@ -41,19 +41,6 @@ pub struct PoolInputs<B: Backend> {
     pub rope: FloatTensor<B>,
 }
 
-/// The sizes of [`SparseOps::pool_windows`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PoolPlan {
-    /// The tokens of an entry.
-    pub compression: Compression,
-    /// Channels of an entry.
-    pub width: usize,
-    /// The number added to the mean of squares.
-    pub epsilon: f32,
-    /// The most entries that the call completes in a sequence.
-    pub entries: usize,
-}
-
 /// The inputs of [`SparseOps::attend_rows`].
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
@@ -66,29 +53,10 @@ pub struct AttendInputs<B: Backend> {
     /// The entries.
     #[extension_type]
     pub entries: Rows<B>,
-    /// i32 `[batch, tokens, top_k]`, read if the plan says so.
+    /// i32 `[batch, tokens, top_k]`, read if the plan [selects](super::AttendPlan::selects).
     pub selected: IntTensor<B>,
     /// f32 `[n_heads]`; `-inf` for a head without a sink.
     pub sink_logits: FloatTensor<B>,
-}
-
-/// The sizes of [`SparseOps::attend_rows`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttendPlan {
-    /// The store of recent tokens.
-    pub window: RowLayout,
-    /// Recent tokens that a query sees, including its own.
-    pub sliding_window: usize,
-    /// The store of entries; without compression, nothing of it is read.
-    pub entries: RowLayout,
-    /// The tokens of an entry; `None` without entries.
-    pub compression: Option<Compression>,
-    /// Whether a query sees only the selected entries.
-    pub selects: bool,
-    /// The most tokens of a sequence after the call, by which a launch is planned.
-    pub len: usize,
-    /// The factor of scores.
-    pub scale: f32,
 }
 
 /// Operations of sparse attention over stores of rows. They record no gradient: training uses
@@ -128,7 +96,9 @@ pub trait SparseOps: Backend {
     /// Computes the entries that a call completes, f32 `[batch, plan.entries, width]`, from rings
     /// that hold all their tokens: softmax over tokens for each channel, weighted sum, norm, rope.
     /// Rows after the last entry of a sequence are 0.
-    #[fusion(meta = |inputs, _span, plan| shapes::pooled(inputs.content.shape.dims::<3>()[0], plan))]
+    #[fusion(meta = |inputs, _span, plan| {
+        shapes::pooled(inputs.content.shape.dims::<3>()[0], plan)
+    })]
     fn pool_windows(
         #[extension_type] inputs: PoolInputs<Self>,
         span: IntTensor<Self>,

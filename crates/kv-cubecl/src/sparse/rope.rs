@@ -2,9 +2,9 @@
 
 use burn::tensor::Tensor;
 
-/// Applies rope to the last channels of rows, where channels `2 i` and `2 i + 1` are a pair. This is
-/// DeepSeek's order of channels; [`RopeTable`](crate::RopeTable) describes another. A negated `sin`
-/// undoes it.
+/// Applies rope to the last channels of rows, where channels `2 i` and `2 i + 1` are a pair. This
+/// is DeepSeek's order of channels; [`RopeTable`](crate::RopeTable) describes another. A negated
+/// `sin` undoes it.
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, rows, width]`

@@ -26,14 +26,14 @@ stamp!(
 /// exponential.
 const TOLERANCE: f64 = 2e-5;
 
-/// Everything a layer computes of a sequence before attention.
+/// A layer, and all that it computes of a sequence before attention.
 #[derive(Clone)]
 struct Layer {
     config: SparseConfig,
     entry: Option<EntryCompressor>,
     key: Option<KeyCompressor>,
     sinks: Tensor<1>,
-    /// Of all tokens.
+    /// The inputs of all tokens.
     inputs: Inputs,
 }
 

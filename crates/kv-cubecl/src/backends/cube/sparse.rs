@@ -46,9 +46,7 @@ impl SparseOps for CubeBackend {
             codes = writable(codes);
             launched(launch_put_codes(
                 &client,
-                || arg(&packed),
-                || arg(&span),
-                || arg(&codes),
+                [&|| arg(&packed), &|| arg(&span), &|| arg(&codes)],
                 &layout,
                 spec,
                 most,

@@ -83,8 +83,8 @@ fn attend_rows<W: Float, R: Float>(
     output: &mut [f32],
     args: AttendArgs,
     #[comptime] bp: AttendBlueprint,
-    #[define(W)] _window: ElemType,
-    #[define(R)] _entries: ElemType,
+    #[define(W)] _window_type: ElemType,
+    #[define(R)] _entry_type: ElemType,
 ) {
     let width = comptime!(bp.width);
     let own = comptime!(bp.width.div_ceil(UNITS));
@@ -250,6 +250,7 @@ fn attend_rows<W: Float, R: Float>(
 
 /// Returns 1 if the `nth` row of a token exists: selections may be shorter than their buffer.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn row_exists(
     selected: &[i32],
     nth: usize,

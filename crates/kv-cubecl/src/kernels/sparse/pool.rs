@@ -39,9 +39,10 @@ struct PoolArgs {
     epsilon: f32,
 }
 
-/// One cube per entry: a softmax over the tokens of its window for each channel, weighted sums, norm
-/// and rope.
+/// One cube per entry: a softmax over the tokens of its window for each channel, weighted sums,
+/// norm and rope.
 #[cube(launch, address_type = "dynamic")]
+#[allow(clippy::manual_is_multiple_of, reason = "kernels have no such method")]
 fn pool_windows(
     content: &[f32],
     gate: &[f32],
@@ -132,6 +133,7 @@ fn pool_windows(
 /// Returns the first of a token's numbers for the window that begins at token `own`: with overlap,
 /// numbers for the next window come first.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn lane_of(token: usize, own: usize, width: usize, #[comptime] overlap: bool) -> usize {
     let mut lane = 0usize;
     if comptime!(overlap) {

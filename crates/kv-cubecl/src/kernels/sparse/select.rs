@@ -30,7 +30,7 @@ pub(crate) struct SelectProblem {
     pub(crate) n: usize,
     /// Entries that are kept.
     pub(crate) top_k: usize,
-    /// Which of them a token sees.
+    /// The tokens of an entry.
     pub(crate) compression: Compression,
 }
 

@@ -33,7 +33,7 @@ struct StoreArgs {
 #[derive(CubeType)]
 struct Stored {
     slot: usize,
-    /// Whether there is such a row, and it is among the last that fit.
+    /// True if there is such a row and it is among the last that fit.
     exists: bool,
 }
 
@@ -220,9 +220,7 @@ pub(crate) fn launch_put_floats(
 /// `[batch, 1, most, coded channels]`.
 pub(crate) fn launch_put_codes(
     client: &Client,
-    packed: impl Fn() -> BufferArg,
-    span: impl Fn() -> BufferArg,
-    codes: impl Fn() -> BufferArg,
+    [packed, span, codes]: [&dyn Fn() -> BufferArg; 3],
     layout: &RowLayout,
     spec: QuantSpec,
     most: usize,

@@ -2,8 +2,8 @@
 //!
 //! Lanes are keys. The codes of 16 keys are unpacked once for all heads: E2M1 codes to bytes, for
 //! VNNI's products of bytes, and E4M3 codes to bf16. Queries are split into one or two digits, hi +
-//! lo, of these types. A query that was rounded to 4-bit floats before, as in DeepSeek's models, has
-//! one digit and is exact.
+//! lo, of these types. A query that was rounded to 4-bit floats before, as in DeepSeek's models,
+//! has one digit and is exact.
 
 use core::arch::x86_64::*;
 
@@ -42,8 +42,8 @@ fn serves(keys: &PackedRun<'_>, format: Codec) -> bool {
         }
 }
 
-/// Computes [`CpuCodec::index_scores`](crate::formats::flex::CpuCodec::index_scores). Returns false,
-/// without computing it, if the kernels do not support the keys or the heads.
+/// Computes [`CpuCodec::index_scores`](crate::formats::flex::CpuCodec::index_scores). Returns
+/// false, without computing it, if the kernels do not support the keys or the heads.
 pub(in super::super) fn index_scores<F: Scaled>(
     keys: &PackedRun<'_>,
     heads: &IndexHeads<'_>,
@@ -90,16 +90,16 @@ struct Digits {
     words: Vec<i32>,
     /// Words of a key.
     key_words: usize,
-    /// By head and group: what a unit of the first digit stands for.
+    /// By head and group: the size of a unit of the first digit.
     units: Vec<f32>,
     /// By head, digit and group: minus the offset of the key's bytes times the sum of the digits.
     offsets: Vec<i32>,
 }
 
-/// What is added to the byte of a key, so that it is not below 0: twice the largest E2M1 number.
+/// The number that makes the byte of a key positive: twice the largest E2M1 number.
 const OFFSET: i32 = 12;
 
-/// How many units of the second digit are one of the first.
+/// The units of the second digit in one of the first.
 const FINER: f32 = 128.0;
 
 impl Digits {

@@ -175,8 +175,8 @@ fn large_numbers_use_restored_rows() {
     }
 }
 
-/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the products;
-/// queries that were rounded to 4-bit floats are one, without rounding, so that only f32 sums round.
+/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the products.
+/// Queries that were rounded to 4-bit floats are one digit, without rounding; only f32 sums round.
 #[test]
 fn index_scores_match_f64() {
     let noise = &mut Noise(5);
