@@ -27,7 +27,7 @@ pub struct Entries(Kept);
 #[derive(Clone, Debug)]
 enum Kept {
     /// `[batch, 1, entries, head_dim]`, if there are any.
-    Parallel(Option<Tensor<4>>),
+    Parallel(Option<Box<Tensor<4>>>),
     Cached(Box<RowStore>),
 }
 
@@ -91,7 +91,7 @@ impl<'a> SparseMemory<'a> {
             Place::Parallel(config) => {
                 let entries = compressor.compress(gated)?;
                 let stored = entries.map(|entries| config.entries.rounded(entries));
-                Ok(Entries(Kept::Parallel(stored)))
+                Ok(Entries(Kept::Parallel(stored.map(Box::new))))
             }
             Place::Cached(cache, call) => {
                 cache.compress(&compressor.0, gated, call)?;
@@ -223,7 +223,7 @@ impl<'a> SparseMemory<'a> {
 impl Entries {
     fn parallel(&self) -> Option<&Tensor<4>> {
         match &self.0 {
-            Kept::Parallel(rows) => rows.as_ref(),
+            Kept::Parallel(rows) => rows.as_deref(),
             Kept::Cached(_) => None,
         }
     }

@@ -99,6 +99,7 @@ pub(super) fn flush_tokens<R: Float, C: Float>(
 
 /// Writes the codes of a group; returns its parameter.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
 fn quantize_run<R: Float, C: Float>(
     floats: &[R],
     words: &mut [u32],
@@ -132,10 +133,10 @@ fn quantize_run<R: Float, C: Float>(
             }
         }
         words[run.word + low_word(at, spec) * run.stride] = low;
-        // Two runs share the word of their high bits.
+        // Two runs share the word of their high bits, and groups have whole pairs of runs.
         if comptime!(spec.splits_codes()) {
-            words[run.word + high_word(at) * run.stride] = high;
             if at % 2 == 1 {
+                words[run.word + high_word(at) * run.stride] = high;
                 high = 0u32;
             }
         }
