@@ -322,19 +322,19 @@ impl ModelCacheConfig {
         }
         for (i, layer) in spec.layers.iter().enumerate() {
             let (own, stored) = (self.own(i, n), self.layer(spec, i));
+            if layer.sparse.is_some() {
+                if layer.sliding_window.is_none() {
+                    let rule = format!("layer {i} has sparse attention, which needs one");
+                    return Err(Error::argument("sliding_window", "none", rule));
+                }
+                if own.is_quantized() || own.float != CacheFloat::F32 {
+                    let why =
+                        format!("layer {i} has sparse attention, which keeps its rows in f32");
+                    return Err(Error::unsupported(format!("the cache {own}"), why));
+                }
+            }
             let fits = own.validate(layer.head_dim).and_then(|()| stored.validate(layer.head_dim));
             fits.map_err(|error| self.in_rule(i, n, error))?;
-            if layer.sparse.is_none() {
-                continue;
-            }
-            if layer.sliding_window.is_none() {
-                let rule = format!("layer {i} has sparse attention, which needs one");
-                return Err(Error::argument("sliding_window", "none", rule));
-            }
-            if own.is_quantized() || own.float != CacheFloat::F32 {
-                let why = format!("layer {i} has sparse attention, which keeps its rows in f32");
-                return Err(Error::unsupported(format!("the cache {own}"), why));
-            }
         }
         Ok(())
     }
