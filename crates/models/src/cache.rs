@@ -54,6 +54,10 @@ impl ModelCache {
         batch: usize,
         device: &Device,
     ) -> Result<Self> {
+        if let Some(layer) = spec.layers.iter().position(|layer| layer.sparse.is_some()) {
+            let why = format!("layer {layer} has sparse attention, which has no cache yet");
+            return Err(Error::unsupported("a cache for this model", why));
+        }
         let new = |(i, layer): (usize, &LayerSpec)| {
             let cache = KvCache::new(&config.layer(spec, i), layer.cache_shape(batch), device)?;
             Ok(cache.with_options(layer.options)?)

@@ -1,7 +1,7 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
-//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3
-//! and gpt-oss are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
+//! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini), Gemma 3,
+//! gpt-oss and DeepSeek-V4 are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
 //! files, and written by [`save()`] as Hugging Face folders. A model is not converted for a
 //! quantized cache. Every pass names the format of its cache, for all layers or, with a
 //! [`ModelCacheConfig`], per layer.
@@ -31,6 +31,7 @@ mod cache_config;
 pub mod chat;
 pub mod checkpoint;
 mod decoder;
+pub mod deepseek_v4;
 mod dtype;
 mod erased;
 mod error;
@@ -87,9 +88,9 @@ pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};
-pub use spec::{LayerSpec, ModelSpec};
+pub use spec::{LayerSpec, ModelSpec, SharedEntries, SharedSelection, SparseLayer};
 pub use stack::{
-    DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource, LayerVisitor,
-    SlidingConfig,
+    ChannelNorm, DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource,
+    LayerVisitor, SlidingConfig,
 };
 pub use tokenizer::Tokenizer;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use kv_cubecl::{FakeQuantOptions, KvMemory};
+use kv_cubecl::{FakeQuantOptions, KvMemory, sparse::SparseMemory};
 use tracing::{trace, trace_span};
 
 use crate::{
@@ -135,6 +135,9 @@ impl Pass<'_> {
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
                 let (config, fake_quant) = (config.layer(spec, index), *fake_quant);
+                if let Some(config) = spec.layers[index].sparse_config(&config) {
+                    return SparseMemory::Parallel { config }.into();
+                }
                 let options = spec.layers[index].options;
                 let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
                 match observer {

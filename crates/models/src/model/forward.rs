@@ -110,6 +110,10 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
+        if observer.is_some() && self.spec().layers.iter().any(|layer| layer.sparse.is_some()) {
+            let why = "observers receive keys and values, which sparse attention does not have";
+            return Err(Error::unsupported("observing this model's attention", why));
+        }
         let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
         self.pass(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }

@@ -141,7 +141,9 @@ impl Maker {
 impl Layer {
     /// Describes a layer with this cache.
     pub(super) fn new(layer: &LayerSpec, cache: KvCacheConfig) -> Self {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope } = *layer;
+        // Layers with sparse attention have no `KvCache`.
+        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope, sparse: _ } =
+            *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
     }
