@@ -63,7 +63,9 @@ mod spec;
 mod stack;
 pub mod tokenizer;
 
-pub use cache::{Checkpoints, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache};
+pub use cache::{
+    Checkpoints, LayerCache, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache,
+};
 pub use cache_config::{KV_CACHE_FILE, LayerRule, Layers, ModelCacheConfig, Stores};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};

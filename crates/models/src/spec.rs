@@ -2,11 +2,12 @@
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    AttentionOptions, CacheShape, KvCacheConfig, Sides,
+    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, MemoryBytes, Sides,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
 
 use crate::{
+    cache::LayerPlan,
     error::Result,
     nn::{Memory, QkNorms, Rope, RopeRows},
 };
@@ -121,13 +122,20 @@ impl LayerSpec {
     }
 
     /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the
-    /// float type of `config`; `None` for a layer with keys and values.
+    /// formats of `config`; `None` for a layer with keys and values. Entries have the format of
+    /// values, and the keys of the indexer have the format of keys.
     pub(crate) fn sparse_config(&self, config: &KvCacheConfig) -> Option<SparseConfig> {
         let SparseLayer { entries, selection } = self.sparse?;
         let window = config.sliding_window.unwrap_or(config.capacity);
-        let sparse = SparseConfig::new(self.head_dim.keys, window).with_capacity(config.capacity);
+        let row = |codes: KvFormat| match codes.is_quantized() {
+            true => RowFormat::codes(codes),
+            false => RowFormat::float(config.float),
+        };
+        let sparse = SparseConfig::new(self.head_dim.keys, window)
+            .with_capacity(config.capacity)
+            .with_formats(config.float, row(config.values));
         let sparse = entries.map_or(sparse, |entries| sparse.with_compression(entries.compression));
-        let keys = RowFormat::float(config.float);
+        let keys = row(config.keys);
         Some(selection.map_or(sparse, |SharedSelection { head_dim, top_k, .. }| {
             sparse.with_index(IndexConfig { head_dim, top_k, keys })
         }))
@@ -137,6 +145,16 @@ impl LayerSpec {
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
         let Self { n_kv_heads, head_dim, .. } = *self;
         CacheShape::new(batch, n_kv_heads, head_dim)
+    }
+
+    /// Returns the bytes of the layer's cache in the formats of `config` for `batch` sequences, as
+    /// [`LayerCache::memory_bytes`](crate::LayerCache::memory_bytes) does.
+    ///
+    /// # Errors
+    /// Fails for a `config` that does not fit the layer, and for a cache that is too large for one
+    /// buffer.
+    pub fn cache_bytes(&self, config: &KvCacheConfig, batch: usize) -> Result<MemoryBytes> {
+        LayerPlan::new(self, config, batch).memory_bytes()
     }
 
     /// Returns the rows of a fused QKV projection: query heads, key heads, value heads.

@@ -114,7 +114,7 @@ fn files_that_contradict_themselves_are_refused() {
     }
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Value, &mut Vec<Named>));
     let changes: &[Change<'_>] = &[
-        ("version", &|said, _| said["version"] = json!(3)),
+        ("version", &|said, _| said["version"] = json!(4)),
         ("checkpoints at [31]", &|said, _| said["checkpoints"] = json!([31])),
         ("checkpoints at [9, 9]", &|said, _| said["checkpoints"] = json!([9, 9])),
         ("do not match", &|said, _| said["checkpoints"] = json!([9])),

@@ -6,7 +6,7 @@ mod presets;
 mod rule;
 mod text;
 
-use kv_cubecl::{CacheFloat, KvCacheConfig, KvFormat, Side};
+use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
 pub use self::{
     file::KV_CACHE_FILE,
@@ -322,18 +322,15 @@ impl ModelCacheConfig {
         }
         for (i, layer) in spec.layers.iter().enumerate() {
             let (own, stored) = (self.own(i, n), self.layer(spec, i));
-            if layer.sparse.is_some() {
-                if layer.sliding_window.is_none() {
-                    let rule = format!("layer {i} has sparse attention, which needs one");
-                    return Err(Error::argument("sliding_window", "none", rule));
-                }
-                if own.is_quantized() || own.float != CacheFloat::F32 {
-                    let why =
-                        format!("layer {i} has sparse attention, which keeps its rows in f32");
-                    return Err(Error::unsupported(format!("the cache {own}"), why));
-                }
+            if layer.sparse.is_some() && layer.sliding_window.is_none() {
+                let rule = format!("layer {i} has sparse attention, which needs one");
+                return Err(Error::argument("sliding_window", "none", rule));
             }
-            let fits = own.validate(layer.head_dim).and_then(|()| stored.validate(layer.head_dim));
+            let fits =
+                own.validate(layer.head_dim).and_then(|()| match layer.sparse_config(&stored) {
+                    Some(sparse) => sparse.validate(),
+                    None => stored.validate(layer.head_dim),
+                });
             fits.map_err(|error| self.in_rule(i, n, error))?;
         }
         Ok(())

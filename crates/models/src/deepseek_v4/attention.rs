@@ -109,7 +109,7 @@ impl Attention {
             let why = format!("layer {index} of the spec has no rope or no sparse attention");
             return Err(Error::unsupported("DeepSeek-V4", why));
         };
-        let mut memory = memory.sparse()?;
+        let mut memory = memory.sparse(x.dims()[1])?;
         let ([batch, seq, _], head_dim) = (x.dims(), spec.head_dim.keys);
 
         let rank = self.query.weight.dims()[1];

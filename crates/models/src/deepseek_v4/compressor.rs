@@ -113,7 +113,7 @@ impl EntryCompressor {
         &self,
         x: Tensor<3>,
         rope: &RopeTable,
-        memory: &mut SparseMemory,
+        memory: &mut SparseMemory<'_>,
     ) -> Result<sparse::Entries> {
         let Projections { compression, position_bias, norm, .. } = &self.parts;
         let compressor = sparse::EntryCompressor::new(
@@ -207,7 +207,7 @@ impl Indexer {
         x: Tensor<3>,
         query: Tensor<3>,
         rope: &RopeRows,
-        memory: &mut SparseMemory,
+        memory: &mut SparseMemory<'_>,
     ) -> Result<Selection> {
         let compressor = self.compressor.with_rope(rope.all_positions()?)?;
         let ([batch, seq, _], heads) = (x.dims(), self.weights.weight.dims()[0]);

@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     AttentionOptions, KvMemory, RopeTable,
-    sparse::{Entries, Selection, SparseMemory},
+    sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory},
 };
 use tracing::trace_span;
 
@@ -51,7 +51,20 @@ enum Stored<'a> {
     /// Keys and values.
     Kv(KvMemory<'a>),
     /// Rows of recent tokens and compressed entries.
-    Sparse(SparseMemory),
+    Sparse(SparsePlace<'a>),
+}
+
+/// Where a layer of sparse attention finds earlier tokens.
+#[derive(Debug)]
+pub(crate) enum SparsePlace<'a> {
+    /// In the same pass, which computes whole sequences as a cache of this configuration would.
+    Parallel(SparseConfig),
+    /// In a cache, to which the pass appends its tokens.
+    Cached(&'a mut SparseCache),
+    /// In a cache, to which the pass appends these numbers of tokens.
+    Ragged(&'a mut SparseCache, &'a [usize]),
+    /// In a cache, to which the pass appends one token at a position on the device.
+    At(&'a mut SparseCache, &'a Tensor<1, Int>),
 }
 
 impl<'a> Stored<'a> {
@@ -68,6 +81,12 @@ impl<'a> Stored<'a> {
     fn applies_rope(&self) -> bool {
         matches!(self, Self::Kv(kv) if kv.applies_rope())
     }
+}
+
+/// Creates the error of an observer of a model with sparse attention.
+pub(crate) fn unobservable() -> Error {
+    let why = "observers receive keys and values, which sparse attention does not have";
+    Error::unsupported("observing this model's attention", why)
 }
 
 /// The entries and selections that the layers of one pass have computed, by layer. Later layers may
@@ -128,8 +147,8 @@ impl<'a> From<KvMemory<'a>> for Memory<'a> {
     }
 }
 
-impl From<SparseMemory> for Memory<'_> {
-    fn from(sparse: SparseMemory) -> Self {
+impl<'a> From<SparsePlace<'a>> for Memory<'a> {
+    fn from(sparse: SparsePlace<'a>) -> Self {
         Self { stored: Stored::Sparse(sparse), sink_logits: None, observer: None }
     }
 }
@@ -144,7 +163,7 @@ impl<'a> Memory<'a> {
 
     /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
     pub fn is_captured(&self) -> bool {
-        matches!(self.stored, Stored::Kv(KvMemory::At(..)))
+        matches!(self.stored, Stored::Kv(KvMemory::At(..)) | Stored::Sparse(SparsePlace::At(..)))
     }
 
     /// Passes the attention of this layer to `observe`.
@@ -158,19 +177,29 @@ impl<'a> Memory<'a> {
         Self { observer: Some(Observer { layer, options, observe }), ..self }
     }
 
-    /// Returns the memory of a layer with sparse attention.
+    /// Returns the memory of a layer with sparse attention, for a pass of `seq` tokens.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] for a layer whose [`LayerSpec`](crate::LayerSpec) has keys
-    /// and values.
-    pub fn sparse(self) -> Result<SparseMemory> {
-        match self.stored {
-            Stored::Sparse(sparse) => Ok(sparse),
-            Stored::Kv(_) => {
-                let why = "the layer's memory holds keys and values; set sparse in its LayerSpec";
-                Err(Error::unsupported("sparse attention", why))
-            }
+    /// and values, and with an observer, which receives keys and values. Fails for more tokens than
+    /// fit into the cache.
+    pub fn sparse(self, seq: usize) -> Result<SparseMemory<'a>> {
+        let Stored::Sparse(place) = self.stored else {
+            let why = "the layer's memory holds keys and values; set sparse in its LayerSpec";
+            return Err(Error::unsupported("sparse attention", why));
+        };
+        if self.observer.is_some() {
+            return Err(unobservable());
         }
+        Ok(match place {
+            SparsePlace::Parallel(config) => SparseMemory::parallel(config),
+            SparsePlace::Cached(cache) => {
+                let added = vec![seq; cache.lens().len()];
+                SparseMemory::cached(cache, &added)?
+            }
+            SparsePlace::Ragged(cache, tokens) => SparseMemory::cached(cache, tokens)?,
+            SparsePlace::At(cache, position) => SparseMemory::at(cache, position),
+        })
     }
 
     /// Attends causally to the tokens in memory and to the new ones.

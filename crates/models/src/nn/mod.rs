@@ -20,6 +20,7 @@ mod routed;
 mod rows;
 
 pub use attention::{AttentionObserver, AttentionTrace, Memory, SparseStates};
+pub(crate) use attention::{SparsePlace, unobservable};
 pub use expert_stack::ExpertStack;
 pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;
