@@ -290,7 +290,7 @@ impl SavedCache {
         let Part { dtype: expected, shape, .. } = part;
         if (dtype, view.shape()) != (*expected, &shape[..]) {
             let found = format!("{dtype:?} of shape {:?}", view.shape());
-            let why = format!("{name} is {found}, and must be {expected:?} of shape {shape:?}");
+            let why = format!("{what} is {found}, and must be {expected:?} of shape {shape:?}");
             return Err(self.malformed(why));
         }
         Ok(TensorData::from_bytes_vec(view.data().to_vec(), shape.clone(), dtype))
