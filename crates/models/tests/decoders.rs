@@ -225,7 +225,10 @@ fn a_name_belongs_to_one_family() {
         load(folder.path(), &device()).map(|loaded| loaded.model)
     };
     let error = config("toy-2").unwrap_err().to_string();
-    assert!(error.contains("smollm3, gemma3_text, gpt_oss and toy are supported"), "{error}");
+    assert!(
+        error.contains("smollm3, gemma3_text, gpt_oss, deepseek_v4 and toy are supported"),
+        "{error}"
+    );
     assert!(config("toy").unwrap().downcast_ref::<Toy>().is_some());
 }
 

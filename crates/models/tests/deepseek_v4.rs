@@ -16,13 +16,13 @@ use burn::{
 };
 use common::{assert_contains, copy, device, expected, failure, golden_in, max_difference};
 use kv_models::{
-    Error, LanguageModel, LoadOptions, SaveOptions, Tokenizer, WeightDtype,
+    Error, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer, WeightDtype,
     deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, sinkhorn},
     kv_cubecl::KvCacheConfig,
-    kv_weights::Activations,
+    kv_weights::{Activations, GroupSize, WeightFormat},
     load, load_with,
     nn::RopeScaling,
-    save,
+    outline, save, save_quantized,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value as Json, json};
@@ -57,7 +57,6 @@ fn golden_logits_of_whole_sequences() {
         let loaded = load(&folder, &device).unwrap();
         assert!(loaded.notes.is_empty(), "{:?}", loaded.notes);
         let worst = worst(&loaded.model, &folder, &device);
-        println!("{}: {worst:e} of the largest logit", folder.display());
         assert!(worst <= TOLERANCE, "{}: {worst} > {TOLERANCE}", folder.display());
     }
 }
@@ -87,13 +86,38 @@ fn weights_in_16_bits_give_nearly_the_same_logits() {
     let saved = tempfile::tempdir().unwrap();
     let options = SaveOptions { dtype: WeightDtype::Bf16, ..Default::default() };
     save(saved.path(), &model, &words(), options).unwrap();
-    for packed in [None, Some(Activations::Exact)] {
-        let options = LoadOptions::default().with_packed(packed);
+    for options in [
+        LoadOptions::default(),
+        LoadOptions::default().with_dtype(WeightDtype::Bf16),
+        LoadOptions::default().with_packed(Some(Activations::Exact)),
+    ] {
         let model = load_with(saved.path(), &device, options).unwrap().model;
         let logits = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
         let mean = (logits - exact.clone()).abs().mean().into_scalar::<f32>();
-        assert!(mean > 0.0 && mean < 0.05 * largest, "{packed:?}: {mean} of {largest}");
+        assert!(mean > 0.0 && mean < 0.05 * largest, "{options:?}: {mean} of {largest}");
     }
+}
+
+#[test]
+fn quantized_folders_are_read_restored_and_packed() {
+    let device = device();
+    let model = load(tiny(), &device).unwrap().model;
+    let ids = expected(&tiny(), &device).ids.narrow(1, 0, 64);
+    let scratch = tempfile::tempdir().unwrap();
+    let folder = scratch.path().join("int8");
+    let options = QuantizeOptions::new([Some(WeightFormat::Int8(GroupSize::G32)); 3]);
+    save_quantized(&folder, &model, &words(), options).unwrap();
+    let logits =
+        |model: &LanguageModel| model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+    let restored = load(&folder, &device).unwrap().model;
+    let packed = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let packed = load_with(&folder, &device, packed).unwrap().model;
+    assert!(packed.weight_bytes() < model.weight_bytes() / 2);
+    let (restored, exact) = (logits(&restored), logits(&model));
+    let largest = exact.clone().abs().max().into_scalar::<f32>();
+    let worst = max_difference(logits(&packed), restored.clone());
+    assert!(worst <= 1e-4 * largest, "{worst}");
+    assert!(max_difference(restored, exact) > 1e-4 * largest);
 }
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
@@ -310,6 +334,21 @@ fn words() -> Tokenizer {
     });
     fs::write(&path, tokenizer.to_string()).unwrap();
     Tokenizer::from_file(path, &[]).unwrap()
+}
+
+#[test]
+fn a_configuration_alone_gives_the_outline() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.json");
+    fs::copy(tiny().join("config.json"), &config).unwrap();
+    let sizes = |path: &Path| {
+        let outline = outline(path, &device(), LoadOptions::default()).unwrap();
+        (outline.weights.total(), outline.spec)
+    };
+    let (listed, spec) = sizes(folder.path());
+    let (read, whole) = sizes(&tiny());
+    assert_eq!((listed, spec), (read, whole));
+    assert!(listed > 1_900_000, "{listed}");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::{
 pub struct Experts {
     /// Computes a score for every expert, `[n_experts, hidden]`, in f32.
     pub router: Linear,
-    /// What is added to scores to select experts, `[n_experts]`; `None` in layers with a
+    /// The bias of scores in the selection of experts, `[n_experts]`; `None` in layers with a
     /// [`table`](Self::table).
     pub router_bias: Option<Param<Tensor<1>>>,
     /// The experts of each token id, `[vocab, per_token]`, which are not trained; `None` in layers

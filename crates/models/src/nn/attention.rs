@@ -45,7 +45,7 @@ pub struct Memory<'a> {
     observer: Option<Observer<'a>>,
 }
 
-/// How a layer stores earlier tokens.
+/// A layer's earlier tokens.
 #[derive(Debug)]
 enum Stored<'a> {
     /// Keys and values.

@@ -242,7 +242,7 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
 #[derive(Clone, Debug)]
 pub struct RopeRows {
     table: RopeTable,
-    /// Whether the table's first row belongs to the first token of a sequence.
+    /// `true` if the table's first row belongs to the first token of a sequence.
     from_first: bool,
     selection: Selection,
     /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`. They are taken from
