@@ -177,7 +177,16 @@ fn files_that_contradict_themselves_are_refused() {
 /// be continued.
 #[test]
 fn forged_files_never_panic() {
-    let saved = Saved::new("llama-tiny");
+    never_panic("llama-tiny");
+}
+
+#[test]
+fn forged_files_of_sparse_attention_never_panic() {
+    never_panic("../deepseek/deepseek-v4-tiny");
+}
+
+fn never_panic(model: &str) {
+    let saved = Saved::new(model);
     let (on, whole) = (device(), fs::read(saved.path()).unwrap());
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(2);
     let numbers = [0u64, 1, 2, 3, 7, 16, 31, 1 << 24, 1 << 32, 1 << 60, u64::MAX];

@@ -261,11 +261,13 @@ impl SparseCache {
     }
 
     /// Begins a call that appends one token at positions on the device, `[1]` or `[batch]`. A
-    /// sequence with a position below 0 takes no part.
+    /// sequence with a position below 0, or not below the capacity, takes no part.
     pub(super) fn call_at(&self, position: &Tensor<1, Int>) -> Call {
         let batch = self.lens.len();
         let ones = Tensor::ones([batch], (&position.device(), DType::I32));
-        let starts = position.clone().cast(DType::I32).expand([batch]);
+        let starts = position.clone().cast(DType::I32);
+        let past = starts.clone().greater_equal_elem(self.config.capacity as i64);
+        let starts = starts.mask_fill(past, -1).expand([batch]);
         let span = Span { starts, counts: ones };
         Call { span, tokens: 1, len: self.config.capacity, added: None }
     }

@@ -169,7 +169,8 @@ impl SavedCache {
             let wrong = |error: Error| self.malformed(format!("layer {i}: {error}"));
             let mut data = vec![];
             for part in plan.parts().map_err(wrong)? {
-                let read = self.part(&tensors, &name(i, part.name), &part)?;
+                let read =
+                    self.part(&tensors, &name(i, part.name), &part, &format!("layer {i}: "))?;
                 if !device.supports_dtype(read.dtype()) {
                     let what = format!("floats of {:?} on {device:?}", read.dtype());
                     return Err(Error::unsupported(what, "the device does not support the type"));
@@ -206,7 +207,7 @@ impl SavedCache {
             for (n, layer) in cache.layers().iter().enumerate() {
                 let kept = layer.plan().with_capacity(len).kept()?;
                 let read =
-                    |part: &Part| self.part(&tensors, &checkpoint_name(i, n, part.name), part);
+                    |part: &Part| self.part(&tensors, &checkpoint_name(i, n, part.name), part, "");
                 layers.push(kept.iter().map(read).collect::<Result<_>>()?);
             }
             checkpoints.push(Checkpoint { len, layers });
@@ -277,20 +278,28 @@ impl SavedCache {
         malformed(&self.path, why)
     }
 
-    /// Reads a tensor that must have the type and the shape of `part`.
-    fn part(&self, tensors: &SafeTensors<'_>, name: &str, part: &Part) -> Result<TensorData> {
+    /// Reads a tensor that must have the type and the shape of `part`. `place` begins the message of
+    /// an error.
+    fn part(
+        &self,
+        tensors: &SafeTensors<'_>,
+        name: &str,
+        part: &Part,
+        place: &str,
+    ) -> Result<TensorData> {
         let view = tensors.tensor(name).map_err(|error| self.malformed(error))?;
         let dtype = match view.dtype() {
             Dtype::U32 => DType::U32,
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
             Dtype::BF16 => DType::BF16,
-            other => return Err(self.malformed(format!("{name} has type {other:?}"))),
+            other => return Err(self.malformed(format!("{place}{name} has type {other:?}"))),
         };
         let Part { dtype: expected, shape, .. } = part;
         if (dtype, view.shape()) != (*expected, &shape[..]) {
             let found = format!("{dtype:?} of shape {:?}", view.shape());
-            let why = format!("{what} is {found}, and must be {expected:?} of shape {shape:?}");
+            let why =
+                format!("{place}{name} is {found}, and must be {expected:?} of shape {shape:?}");
             return Err(self.malformed(why));
         }
         Ok(TensorData::from_bytes_vec(view.data().to_vec(), shape.clone(), dtype))
