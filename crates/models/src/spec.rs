@@ -2,12 +2,11 @@
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, MemoryBytes, Sides,
+    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
 
 use crate::{
-    cache::LayerPlan,
     error::Result,
     nn::{Memory, QkNorms, Rope, RopeRows},
 };
@@ -145,16 +144,6 @@ impl LayerSpec {
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
         let Self { n_kv_heads, head_dim, .. } = *self;
         CacheShape::new(batch, n_kv_heads, head_dim)
-    }
-
-    /// Returns the bytes of the layer's cache in the formats of `config` for `batch` sequences, as
-    /// [`LayerCache::memory_bytes`](crate::LayerCache::memory_bytes) does.
-    ///
-    /// # Errors
-    /// Fails for a `config` that does not fit the layer, and for a cache that is too large for one
-    /// buffer.
-    pub fn cache_bytes(&self, config: &KvCacheConfig, batch: usize) -> Result<MemoryBytes> {
-        LayerPlan::new(self, config, batch).memory_bytes()
     }
 
     /// Returns the rows of a fused QKV projection: query heads, key heads, value heads.

@@ -40,7 +40,7 @@ fn tiny() -> PathBuf {
 struct Golden {
     model: LanguageModel,
     texts: Vec<Vec<u32>>,
-    /// Of each text, `[seq * vocab]`.
+    /// The logits of each text, `[seq * vocab]`.
     logits: Vec<Vec<f32>>,
     decoded: Option<Tensor<3>>,
     largest: f32,
@@ -532,7 +532,7 @@ fn bytes_are_those_of_the_plan() {
     let window = 4 * 16 * 64;
     assert_eq!((float.layers[0].keys, float.layers[0].values), (0, 0));
     assert_eq!(float.layers[0].floats - 16, window);
-    // 128 entries of 64 channels, and as many keys of 32 channels; each store has 16 bytes of codes.
+    // 128 entries of 64 channels, and as many keys of 32. Each store has 16 bytes of codes.
     assert_eq!(float.layers[1].values - 16, 4 * 128 * 64);
     assert_eq!(float.layers[1].keys - 16, 4 * 128 * 32);
     assert_eq!((float.layers[2].keys, float.layers[2].values - 16), (0, 4 * 16 * 64));

@@ -14,7 +14,7 @@ pub struct SparsePartLayout {
     pub dtype: DType,
     /// `[words]` for codes, and `[batch, rows, width]` for floats.
     pub shape: Vec<usize>,
-    /// Whether later tokens overwrite it. The rows of other tensors never change.
+    /// True if later tokens overwrite the tensor. The rows of other tensors never change.
     pub recent: bool,
 }
 

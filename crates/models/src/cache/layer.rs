@@ -1,21 +1,24 @@
 //! [`LayerCache`]: the cache of one layer, of whatever kind, and how it is saved.
 
-use std::{iter, ops::Range};
+mod kv;
+mod part;
+mod sparse;
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, TensorData};
 use kv_cubecl::{
-    AttentionOptions, CacheParts, CacheShape, KvCache, KvCacheConfig, MemoryBytes, Side,
-    layout::{CacheLayout, Schedule},
-    sparse::{RowFormat, RowLayout, SparseCache, SparseConfig, SparsePart, SparseTensor},
+    AttentionOptions, CacheShape, KvCache, KvCacheConfig, MemoryBytes,
+    layout::CacheLayout,
+    sparse::{SparseCache, SparseConfig},
 };
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
+pub(super) use self::part::{Part, PartName};
 use crate::{
     error::{Error, Result},
     spec::LayerSpec,
 };
 
-/// What one layer of a model keeps of earlier tokens.
+/// The cache of one layer of a model.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum LayerCache {
@@ -78,7 +81,7 @@ impl LayerCache {
     pub fn memory_bytes(&self) -> MemoryBytes {
         match self {
             Self::Kv(cache) => cache.memory_bytes(),
-            Self::Sparse(cache) => sparse_bytes(cache.memory_bytes()),
+            Self::Sparse(cache) => sparse::memory_bytes(cache.memory_bytes()),
         }
     }
 
@@ -87,7 +90,7 @@ impl LayerCache {
     pub fn bytes_read(&self, context: usize) -> usize {
         match self {
             Self::Kv(cache) => cache.layout().bytes_read(context),
-            Self::Sparse(cache) => sparse_bytes_read(cache.config(), cache.lens().len(), context),
+            Self::Sparse(cache) => sparse::bytes_read(cache.config(), cache.lens().len(), context),
         }
     }
 
@@ -226,35 +229,16 @@ impl LayerCache {
     /// Reads the tensors of the cache, which [`LayerPlan::parts`] lists.
     pub(super) fn into_data(self) -> Result<Vec<TensorData>> {
         match self {
-            Self::Kv(cache) => {
-                let CacheParts { keys, values, floats, .. } = cache.into_parts();
-                let data = [keys.try_into_data(), values.try_into_data(), floats.try_into_data()];
-                data.into_iter().map(readable).collect()
-            }
-            Self::Sparse(cache) => {
-                let data = cache.parts().into_iter().map(|part| part.tensor);
-                data.map(|tensor| {
-                    readable(match tensor {
-                        SparseTensor::Codes(words) => words.try_into_data(),
-                        SparseTensor::Floats(rows) => rows.try_into_data(),
-                    })
-                })
-                .collect()
-            }
+            Self::Kv(cache) => kv::into_data(cache),
+            Self::Sparse(cache) => sparse::into_data(&cache),
         }
     }
 
     /// Reads what the cache loses as it grows, which [`LayerPlan::kept`] lists for its length.
     pub(super) fn checkpoint(&self) -> Result<Vec<TensorData>> {
         match self {
-            Self::Kv(cache) => kv_checkpoint(cache),
-            Self::Sparse(cache) => {
-                let kept = cache.resized(cache.len())?;
-                let plan = kept.config().parts(1)?;
-                let data = LayerCache::Sparse(kept).into_data()?;
-                let pairs = plan.into_iter().zip(data);
-                Ok(pairs.filter(|(part, _)| part.recent).map(|(_, data)| data).collect())
-            }
+            Self::Kv(cache) => kv::checkpoint(cache),
+            Self::Sparse(cache) => sparse::checkpoint(cache),
         }
     }
 
@@ -262,18 +246,14 @@ impl LayerCache {
     /// [`checkpoint`](Self::checkpoint) returned `kept`.
     pub(super) fn at_checkpoint(&self, len: usize, kept: &[TensorData]) -> Result<Self> {
         match self {
-            Self::Kv(cache) => Ok(Self::Kv(kv_at_checkpoint(cache, len, kept)?)),
-            Self::Sparse(cache) => Ok(Self::Sparse(sparse_at_checkpoint(cache, len, kept)?)),
+            Self::Kv(cache) => Ok(Self::Kv(kv::at_checkpoint(cache, len, kept)?)),
+            Self::Sparse(cache) => Ok(Self::Sparse(sparse::at_checkpoint(cache, len, kept)?)),
         }
     }
 }
 
 fn other_kind(op: &str) -> Error {
     Error::unsupported(format!("{op}: a cache of another kind"), "layers must have equal kinds")
-}
-
-fn readable<E: ToString>(data: core::result::Result<TensorData, E>) -> Result<TensorData> {
-    data.map_err(|error| Error::argument("cache", error.to_string(), "must be readable"))
 }
 
 /// The kind and the formats of a layer's cache.
@@ -289,22 +269,6 @@ pub(crate) struct LayerPlan {
     pub(crate) config: LayerConfig,
     shape: CacheShape,
     options: AttentionOptions,
-}
-
-/// The name of a tensor of a layer's cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PartName {
-    pub(super) name: &'static str,
-    /// Whether it is a list of u32 words, and not rows of floats.
-    pub(super) words: bool,
-}
-
-/// A tensor of a layer's cache without its numbers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
-    pub(super) name: &'static str,
-    pub(super) dtype: DType,
-    pub(super) shape: Vec<usize>,
 }
 
 impl LayerConfig {
@@ -337,8 +301,8 @@ impl LayerConfig {
     /// Fails for a configuration that breaks a rule. Files may contain any.
     pub(super) fn names(&self) -> Result<Vec<PartName>> {
         match self {
-            Self::Kv(_) => Ok(KV_PARTS.to_vec()),
-            Self::Sparse(config) => sparse_names(config, |_| true),
+            Self::Kv(_) => Ok(kv::PARTS.to_vec()),
+            Self::Sparse(config) => sparse::names(config, |_| true),
         }
     }
 
@@ -348,8 +312,8 @@ impl LayerConfig {
     /// As [`names`](Self::names).
     pub(super) fn kept_names(&self) -> Result<Vec<PartName>> {
         match self {
-            Self::Kv(config) => Ok(kv_kept(config).to_vec()),
-            Self::Sparse(config) => sparse_names(config, |recent| recent),
+            Self::Kv(config) => Ok(kv::kept_names(config).to_vec()),
+            Self::Sparse(config) => sparse::names(config, |recent| recent),
         }
     }
 
@@ -358,7 +322,7 @@ impl LayerConfig {
         let fields = |config: &Self| match config {
             // The name contains all that matters.
             Self::Kv(config) => vec![("cache", config.to_string())],
-            Self::Sparse(config) => sparse_fields(config),
+            Self::Sparse(config) => sparse::fields(config),
         };
         let (ours, theirs) = (fields(self), fields(other));
         if ours[0].0 != theirs[0].0 {
@@ -420,7 +384,9 @@ impl LayerPlan {
     pub(crate) fn memory_bytes(&self) -> Result<MemoryBytes> {
         match &self.config {
             LayerConfig::Kv(config) => Ok(CacheLayout::new(config, self.shape)?.memory_bytes()),
-            LayerConfig::Sparse(config) => Ok(sparse_bytes(config.memory_bytes(self.shape.batch)?)),
+            LayerConfig::Sparse(config) => {
+                Ok(sparse::memory_bytes(config.memory_bytes(self.shape.batch)?))
+            }
         }
     }
 
@@ -430,7 +396,9 @@ impl LayerPlan {
             LayerConfig::Kv(config) => {
                 Ok(CacheLayout::new(config, self.shape)?.bytes_read(context))
             }
-            LayerConfig::Sparse(config) => Ok(sparse_bytes_read(config, self.shape.batch, context)),
+            LayerConfig::Sparse(config) => {
+                Ok(sparse::bytes_read(config, self.shape.batch, context))
+            }
         }
     }
 
@@ -450,37 +418,16 @@ impl LayerPlan {
     /// Lists the tensors of the cache.
     pub(super) fn parts(&self) -> Result<Vec<Part>> {
         match &self.config {
-            LayerConfig::Kv(config) => {
-                let layout = CacheLayout::new(config, self.shape)?;
-                let words = layout.sides().map(|side| vec![side.words(layout.slices())]);
-                let [keys, values, floats] = KV_PARTS.map(|part| part.name);
-                let (dtype, shape) = (config.float.dtype(), layout.float_shape().to_vec());
-                Ok(vec![
-                    Part { name: keys, dtype: DType::U32, shape: words.keys },
-                    Part { name: values, dtype: DType::U32, shape: words.values },
-                    Part { name: floats, dtype, shape },
-                ])
-            }
-            LayerConfig::Sparse(config) => sparse_parts(config, self.shape.batch, |_| true),
+            LayerConfig::Kv(config) => kv::parts(config, self.shape),
+            LayerConfig::Sparse(config) => sparse::parts(config, self.shape.batch, |_| true),
         }
     }
 
     /// Lists the tensors of a checkpoint at the capacity.
     pub(super) fn kept(&self) -> Result<Vec<Part>> {
         match &self.config {
-            LayerConfig::Kv(config) => {
-                let layout = CacheLayout::new(config, self.shape)?;
-                let names = kv_kept(config);
-                let all = self.parts()?.into_iter();
-                let kept = all.filter(|part| names.iter().any(|kept| kept.name == part.name));
-                Ok(kept
-                    .map(|part| match part.dtype {
-                        DType::U32 => part,
-                        _ => Part { shape: kept_shape(&layout).to_vec(), ..part },
-                    })
-                    .collect())
-            }
-            LayerConfig::Sparse(config) => sparse_parts(config, self.shape.batch, |recent| recent),
+            LayerConfig::Kv(config) => kv::kept(config, self.shape),
+            LayerConfig::Sparse(config) => sparse::parts(config, self.shape.batch, |recent| recent),
         }
     }
 
@@ -488,7 +435,7 @@ impl LayerPlan {
     pub(super) fn kept_bytes(&self) -> Result<usize> {
         let bytes = |part: &Part| part.shape.iter().product::<usize>() * part.dtype.size();
         match &self.config {
-            LayerConfig::Kv(config) => Ok(kv_kept_bytes(&CacheLayout::new(config, self.shape)?)),
+            LayerConfig::Kv(config) => Ok(kv::kept_bytes(&CacheLayout::new(config, self.shape)?)),
             LayerConfig::Sparse(_) => Ok(self.kept()?.iter().map(bytes).sum()),
         }
     }
@@ -502,230 +449,24 @@ impl LayerPlan {
     ) -> Result<LayerCache> {
         match &self.config {
             LayerConfig::Kv(config) => {
-                let Ok([keys, values, floats]) = <[TensorData; 3]>::try_from(data) else {
-                    return Err(Error::argument("parts", "too few", "must be three"));
-                };
-                let words = |words| Tensor::<1, Int>::from_data(words, (device, DType::U32));
-                let dtype = floats.dtype();
-                let parts = CacheParts {
-                    keys: words(keys),
-                    values: words(values),
-                    floats: Tensor::from_data(floats, (device, dtype)),
-                    lens,
-                };
-                let cache = KvCache::from_parts(config, self.shape, parts)?;
+                let cache = kv::restore(config, self.shape, lens, data, device)?;
                 Ok(LayerCache::Kv(cache.with_options(self.options)?))
             }
             LayerConfig::Sparse(config) => {
-                let names = sparse_names(config, |_| true)?;
-                let parts = names.into_iter().zip(data);
-                let parts = parts.map(|(part, data)| sparse_part(part, data, device)).collect();
-                Ok(LayerCache::Sparse(sparse_of(config, lens, parts, device)?))
+                Ok(LayerCache::Sparse(sparse::restore(config, lens, data, device)?))
             }
         }
     }
 }
 
-/// The tensors of a [`KvCache`].
-const KV_PARTS: [PartName; 3] = [
-    PartName { name: "keys", words: true },
-    PartName { name: "values", words: true },
-    PartName { name: "floats", words: false },
-];
-
-/// Returns the parts of a [`KvCache`] that a checkpoint keeps.
-fn kv_kept(config: &KvCacheConfig) -> &'static [PartName] {
-    let schedule = Schedule::new(config);
-    match (schedule.sliding_window, schedule.is_exact_anywhere()) {
-        // A sliding window overwrites the tokens that it no longer sees.
-        (Some(_), _) => &KV_PARTS,
-        (None, true) => &[],
-        (None, false) => &KV_PARTS[2..],
+impl LayerSpec {
+    /// Returns the bytes of the layer's cache in the formats of `config` for `batch` sequences, as
+    /// [`LayerCache::memory_bytes`] does.
+    ///
+    /// # Errors
+    /// Fails for a `config` that does not fit the layer, and for a cache that is too large for one
+    /// buffer.
+    pub fn cache_bytes(&self, config: &KvCacheConfig, batch: usize) -> Result<MemoryBytes> {
+        LayerPlan::new(self, config, batch).memory_bytes()
     }
-}
-
-/// Returns the elements of a slice's float rows that a checkpoint keeps: all of them with a sliding
-/// window, otherwise those of quantized sides, whose rings are short.
-fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
-    if layout.schedule().sliding_window.is_some() {
-        return iter::once(0..layout.float_elements()).collect();
-    }
-    // A quantized side has a ring, unless it is never quantized.
-    let sides = Side::BOTH.map(|side| layout.sides()[side]);
-    let quantized = sides.into_iter().filter(|side| side.spec.is_some());
-    let elements =
-        quantized.map(|side| side.first_element..side.first_element + side.rows() * side.head_dim);
-    elements.filter(|elements| !elements.is_empty()).collect()
-}
-
-/// Returns the shape of the floats that a checkpoint keeps of a layer.
-fn kept_shape(layout: &CacheLayout) -> [usize; 2] {
-    [layout.slices(), kept_elements(layout).iter().map(Range::len).sum()]
-}
-
-/// Returns the bytes that a checkpoint keeps of a layer.
-fn kv_kept_bytes(layout: &CacheLayout) -> usize {
-    match kv_kept(layout.config()) {
-        [] => 0,
-        [_] => kept_shape(layout).iter().product::<usize>() * layout.config().float.dtype().size(),
-        _ => layout.memory_bytes().total(),
-    }
-}
-
-fn kv_checkpoint(cache: &KvCache) -> Result<Vec<TensorData>> {
-    let kept = kv_kept(cache.layout().config());
-    if kept.is_empty() {
-        return Ok(vec![]);
-    }
-    let cache = cache.resized(cache.len())?;
-    let layout = *cache.layout();
-    let CacheParts { keys, values, floats, .. } = cache.into_parts();
-    let rows: Tensor<2> = floats.reshape([layout.slices(), layout.float_elements()]);
-    let rows = kept_elements(&layout)
-        .into_iter()
-        .map(|elements| rows.clone().narrow(1, elements.start, elements.len()));
-    let floats = Tensor::cat(rows.collect(), 1);
-    let mut data = vec![];
-    if kept.len() > 1 {
-        data.extend([keys.try_into_data(), values.try_into_data()]);
-    }
-    data.push(floats.try_into_data());
-    data.into_iter().map(readable).collect()
-}
-
-fn kv_at_checkpoint(cache: &KvCache, len: usize, kept: &[TensorData]) -> Result<KvCache> {
-    let (config, shape) = (cache.layout().config(), cache.layout().shape());
-    let Some((floats, words)) = kept.split_last() else {
-        let mut cache = cache.clone();
-        cache.cut_back(0, len)?;
-        return Ok(cache);
-    };
-    let device = cache.device();
-    // The codes of the first tokens are still in the longer cache.
-    let now = CacheParts { lens: vec![len], ..cache.clone().into_parts() };
-    let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
-    let layout = *now.layout();
-    let mut parts = now.into_parts();
-    if let [keys, values] = words {
-        let words = |data: &TensorData| Tensor::from_data(data.clone(), (&device, data.dtype()));
-        (parts.keys, parts.values) = (words(keys), words(values));
-    }
-    let float_shape = parts.floats.dims();
-    let mut rows: Tensor<2> = parts.floats.reshape([layout.slices(), layout.float_elements()]);
-    let floats: Tensor<2> = Tensor::from_data(floats.clone(), (&device, floats.dtype()));
-    let mut from = 0;
-    for elements in kept_elements(&layout) {
-        let n = elements.len();
-        let part = floats.clone().narrow(1, from, n);
-        rows = rows.slice_assign([0..layout.slices(), elements], part);
-        from += n;
-    }
-    parts.floats = rows.reshape(float_shape);
-    let short = KvCache::from_parts(&config.with_capacity(len), shape, parts)?;
-    Ok(short.with_options(cache.options())?.resized(config.capacity)?)
-}
-
-fn sparse_bytes(bytes: kv_cubecl::sparse::SparseBytes) -> MemoryBytes {
-    MemoryBytes { keys: bytes.keys, values: bytes.entries, floats: bytes.window + bytes.open }
-}
-
-/// Returns the bytes of the recent tokens, the keys and the entries that a decode step reads.
-fn sparse_bytes_read(config: &SparseConfig, batch: usize, context: usize) -> usize {
-    let bytes = |slots: usize, width: usize, format: RowFormat| match slots {
-        0 => 0,
-        _ => RowLayout { batch, slots, width, format }.bytes(),
-    };
-    let entries = config.compression.map_or(0, |compression| compression.entries(context));
-    let attended = config.index.map_or(entries, |index| entries.min(index.top_k));
-    let recent = context.min(config.sliding_window);
-    bytes(recent, config.head_dim, RowFormat::float(config.float))
-        + bytes(attended, config.head_dim, config.entries)
-        + config.index.map_or(0, |index| bytes(entries, index.head_dim, index.keys))
-}
-
-fn sparse_parts(
-    config: &SparseConfig,
-    batch: usize,
-    keeps: impl Fn(bool) -> bool,
-) -> Result<Vec<Part>> {
-    let parts = config.parts(batch)?.into_iter().filter(|part| keeps(part.recent));
-    Ok(parts.map(|part| Part { name: part.name, dtype: part.dtype, shape: part.shape }).collect())
-}
-
-fn sparse_names(config: &SparseConfig, keeps: impl Fn(bool) -> bool) -> Result<Vec<PartName>> {
-    let parts = sparse_parts(config, 1, keeps)?.into_iter();
-    Ok(parts.map(|part| PartName { name: part.name, words: part.dtype == DType::U32 }).collect())
-}
-
-fn sparse_part(part: PartName, data: TensorData, device: &Device) -> SparsePart {
-    let dtype = data.dtype();
-    let tensor = match part.words {
-        true => SparseTensor::Codes(Tensor::from_data(data, (device, DType::U32))),
-        false => SparseTensor::Floats(Tensor::from_data(data, (device, dtype))),
-    };
-    SparsePart { name: part.name, tensor }
-}
-
-fn sparse_of(
-    config: &SparseConfig,
-    lens: Vec<usize>,
-    parts: Vec<SparsePart>,
-    device: &Device,
-) -> Result<SparseCache> {
-    SparseCache::from_parts(config, lens, device, |name, _| {
-        let part = parts.iter().find(|part| part.name == name);
-        let part = part.ok_or_else(|| Error::argument("parts", name, "is missing"))?;
-        Ok::<_, Error>(part.tensor.clone())
-    })
-}
-
-/// Entries and keys of the first tokens are still in the longer cache; recent tokens and the
-/// projections of open windows are taken from the checkpoint.
-fn sparse_at_checkpoint(
-    cache: &SparseCache,
-    len: usize,
-    kept: &[TensorData],
-) -> Result<SparseCache> {
-    let (config, device) = (*cache.config(), cache.device());
-    let now = sparse_of(&config, vec![len], cache.parts(), &device)?.resized(len)?;
-    let short = *now.config();
-    let mut kept = kept.iter();
-    let parts = short.parts(1)?.into_iter().zip(now.parts()).map(|(plan, part)| {
-        match plan.recent.then(|| kept.next()).flatten() {
-            Some(data) => {
-                let words = plan.dtype == DType::U32;
-                sparse_part(PartName { name: plan.name, words }, data.clone(), &device)
-            }
-            None => part,
-        }
-    });
-    Ok(sparse_of(&short, vec![len], parts.collect(), &device)?.resized(config.capacity)?)
-}
-
-fn sparse_fields(config: &SparseConfig) -> Vec<(&'static str, String)> {
-    let row = |format: RowFormat| match (format.codes.is_quantized(), format.float_channels) {
-        (false, _) => format.float.name().to_string(),
-        (true, 0) => format.codes.to_string(),
-        (true, n) => format!("{} and {n} channels of {}", format.codes, format.float.name()),
-    };
-    let compression = config.compression.map_or("none".into(), |compression| {
-        let overlap = if compression.overlap { " with overlap" } else { "" };
-        format!("1 entry for {} tokens{overlap}", compression.ratio)
-    });
-    let index = config.index.map_or("none".into(), |index| {
-        format!("top {} by keys of {} channels", index.top_k, index.head_dim)
-    });
-    vec![
-        ("head_dim", config.head_dim.to_string()),
-        ("sliding_window", config.sliding_window.to_string()),
-        ("compression", compression),
-        ("index", index),
-        ("cache", config.float.name().to_string()),
-        ("cache", format!("entries in {}", row(config.entries))),
-        (
-            "cache",
-            config.index.map_or("none".into(), |it| format!("index keys in {}", row(it.keys))),
-        ),
-        ("rollback", config.rollback.to_string()),
-    ]
 }

@@ -261,7 +261,7 @@ impl PromptCache {
 #[derive(Clone, Debug)]
 pub(super) struct Checkpoint {
     pub(super) len: usize,
-    /// What each layer loses, laid out as in a cache for `len` tokens.
+    /// The parts that each layer loses, laid out as in a cache for `len` tokens.
     pub(super) layers: Vec<Vec<TensorData>>,
 }
 
