@@ -145,7 +145,7 @@ impl DecoderLayer for Layer {
     }
 
     fn forward(&self, x: Tensor<3>, context: LayerContext<'_>) -> Result<Tensor<3>> {
-        let LayerContext { rope, spec, memory } = context;
+        let LayerContext { rope, spec, memory, .. } = context;
         let [batch, seq, width] = x.dims();
         let (n_heads, head_dim) = (spec.n_heads, spec.head_dim.keys);
         let qkv = self.qkv.forward(self.attention_norm.forward(x.clone()));
@@ -157,5 +157,9 @@ impl DecoderLayer for Layer {
         let attention = self.output.forward(heads.swap_dims(1, 2).reshape([batch, seq, width]));
         let up = in_f32(self.up.forward(self.mlp_norm.forward(x.clone())), gelu);
         Ok(x + attention + self.down.forward(up))
+    }
+
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<LayerNorm> {
+        source.norm(Self::NORM, width)
     }
 }

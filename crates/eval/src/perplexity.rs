@@ -3,10 +3,7 @@
 use std::time::Instant;
 
 use burn::tensor::Tensor;
-use kv_cubecl::{
-    On, QuantizedCounts, Target,
-    layout::{CacheLayout, Schedule},
-};
+use kv_cubecl::{On, QuantizedCounts, Target, layout::Schedule};
 use kv_models::{
     LanguageModel, LayerSpec, ModelCacheConfig, ids_to_tensor,
     spans::{OPERATION, PHASE},
@@ -251,8 +248,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let bytes = |(i, layer): (usize, &LayerSpec)| {
-            let layout = CacheLayout::new(&config.layer(model.spec(), i), layer.cache_shape(1))?;
-            Ok(layout.memory_bytes().total())
+            Ok(layer.cache_bytes(&config.layer(model.spec(), i), 1)?.total())
         };
         model.spec().layers.iter().enumerate().map(bytes).sum()
     };

@@ -221,8 +221,9 @@ fn of_layers(steps: &[TwinStep], cache: &ModelCache) -> Vec<TwinLayer> {
     let layers = layers.map(|(layer, cache)| {
         let errors = || steps.iter().map(|step| step.layers[layer]);
         let largest = errors().fold(0.0, f64::max);
-        let counters = cache.counters().map(|side| side.map(SideCounters::from));
-        let restored = cache.restored_bytes();
+        let counters = cache.kv().map(|cache| cache.counters()).unwrap_or_default();
+        let counters = counters.map(|side| side.map(SideCounters::from));
+        let restored = cache.kv().and_then(|cache| cache.restored_bytes());
         let restored = restored.map(|Sides { keys, values }| RestoredBytes { keys, values });
         TwinLayer {
             layer,

@@ -1,13 +1,16 @@
 //! The KV caches of all layers of a model.
 
+mod layer;
 mod prompt;
 mod saved;
 mod slots;
 
 use burn::tensor::Device;
-use kv_cubecl::{KvCache, MemoryBytes, RopeTable};
+use kv_cubecl::{MemoryBytes, RopeTable};
 
+pub(crate) use self::layer::LayerPlan;
 pub use self::{
+    layer::LayerCache,
     prompt::{Checkpoints, PromptCache},
     saved::{SavedAs, SavedCache},
 };
@@ -18,14 +21,14 @@ use crate::{
     spec::{LayerSpec, ModelSpec},
 };
 
-/// One [`KvCache`] per layer; all of them hold the same tokens.
+/// One [`LayerCache`] per layer; all of them hold the same tokens.
 ///
 /// Sequences of a batch may have different lengths.
 /// [`step_ragged`](crate::LanguageModel::step_ragged) appends a different number of tokens to each.
 /// [`remove`](Self::remove), [`admit`](Self::admit) and [`fork`](Self::fork) empty and fill slots.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
-    pub(crate) layers: Vec<KvCache>,
+    pub(crate) layers: Vec<LayerCache>,
     /// The rope tables of all positions below `room()`, with the [`Rope`] of each.
     rope_tables: Vec<(Rope, RopeTable)>,
     batch: usize,
@@ -55,8 +58,7 @@ impl ModelCache {
         device: &Device,
     ) -> Result<Self> {
         let new = |(i, layer): (usize, &LayerSpec)| {
-            let cache = KvCache::new(&config.layer(spec, i), layer.cache_shape(batch), device)?;
-            Ok(cache.with_options(layer.options)?)
+            LayerPlan::new(layer, &config.layer(spec, i), batch).allocate(device)
         };
         let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
         let device = device.clone().without_autodiff();
@@ -65,7 +67,7 @@ impl ModelCache {
 
     /// Joins the caches of all layers, made for `config`, with their rope tables.
     fn of_layers(
-        layers: Vec<KvCache>,
+        layers: Vec<LayerCache>,
         config: &ModelCacheConfig,
         spec: &ModelSpec,
         batch: usize,
@@ -87,12 +89,12 @@ impl ModelCache {
 
     /// Returns the number of tokens of the longest sequence.
     pub fn len(&self) -> usize {
-        self.layers.first().map_or(0, KvCache::len)
+        self.layers.first().map_or(0, LayerCache::len)
     }
 
     /// Returns the number of tokens of each sequence.
     pub fn lens(&self) -> &[usize] {
-        self.layers.first().map_or(&[], KvCache::lens)
+        self.layers.first().map_or(&[], LayerCache::lens)
     }
 
     /// Returns whether all sequences have the same length.
@@ -132,8 +134,8 @@ impl ModelCache {
         Self { layers, rope_tables, ..*self }
     }
 
-    /// Adds `tokens` to the host's length of every layer, after [`KvCache::attend_at`] appended
-    /// them on the device. The caller has checked that they fit.
+    /// Adds `tokens` to the host's length of every layer, after a step at a position on the
+    /// device appended them there. The caller has checked that they fit.
     pub(crate) fn advance(&mut self, tokens: usize) -> Result<()> {
         for layer in &mut self.layers {
             layer.advance(tokens)?;
@@ -154,13 +156,13 @@ impl ModelCache {
     }
 
     /// Starts counting the bytes of quantized keys and values that are converted back to floats, in
-    /// every layer; see [`KvCache::restored_bytes`].
+    /// every layer; see [`KvCache::restored_bytes`](kv_cubecl::KvCache::restored_bytes).
     pub fn count_restored(&mut self) {
-        self.layers.iter_mut().for_each(KvCache::count_restored);
+        self.layers.iter_mut().for_each(LayerCache::count_restored);
     }
 
     /// Returns the caches of the layers, first to last.
-    pub fn layers(&self) -> &[KvCache] {
+    pub fn layers(&self) -> &[LayerCache] {
         &self.layers
     }
 

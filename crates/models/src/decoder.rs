@@ -41,7 +41,8 @@ pub trait Decoder: Any + Debug + Send + Sync {
     fn hidden(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>>;
 
     /// Returns the input of [`logits`](Self::logits), `[batch, seq, hidden]`. It is
-    /// [`hidden`](Self::hidden), unless a family applies its final norm together with the head.
+    /// [`hidden`](Self::hidden), unless a family applies its final norm together with the head; the
+    /// states of several residual streams are then wider.
     ///
     /// # Errors
     /// Fails as [`hidden`](Self::hidden) does.

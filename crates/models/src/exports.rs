@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn::{
     module::Param,
-    tensor::{Tensor, TensorData},
+    tensor::{DType, Int, Tensor, TensorData},
 };
 
 use crate::nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm};
@@ -45,6 +45,8 @@ pub(crate) struct Export {
 pub(crate) enum Values {
     Vector(Tensor<1>),
     Vectors(Tensor<2>),
+    /// Whole numbers, always written as i64.
+    Integers(Tensor<2, Int>),
     /// Rows of a matrix, which may be quantized.
     Rows(Matrix, Range<usize>),
     /// A matrix that is quantized or written transposed.
@@ -83,6 +85,7 @@ impl Values {
         match self {
             Self::Vector(vector) => vector.dims().to_vec(),
             Self::Vectors(vectors) => vectors.dims().to_vec(),
+            Self::Integers(numbers) => numbers.dims().to_vec(),
             Self::Rows(matrix, rows) => vec![rows.len(), matrix.dims()[1]],
             Self::Floats(matrix) => matrix.dims().to_vec(),
             Self::Transposed(matrix) => {
@@ -100,6 +103,9 @@ impl Values {
         let data = match self {
             Self::Vector(vector) => vector.try_to_data(),
             Self::Vectors(vectors) => vectors.try_to_data(),
+            Self::Integers(numbers) => {
+                numbers.try_to_data().map(|data| data.convert_dtype(DType::I64))
+            }
             Self::Rows(matrix, rows) => matrix.rows(rows.start, rows.len()).detach().try_to_data(),
             Self::Transposed(matrix) => matrix.val().detach().transpose().try_to_data(),
             Self::Floats(matrix) => matrix.val().detach().try_to_data(),
@@ -114,12 +120,20 @@ impl Values {
 }
 
 impl Values {
+    /// Returns the type in a file whose floats have type `floats`.
+    pub(crate) fn stored_as(&self, floats: DType) -> DType {
+        match self {
+            Self::Integers(_) => DType::I64,
+            _ => floats,
+        }
+    }
+
     /// Returns numbers that identify the tensor: a whole vector, or some rows of a matrix as
     /// stored.
     pub(crate) fn samples(&self) -> Result<Vec<TensorData>, String> {
         let whole = |matrix: &Matrix| matrix.sample(0..matrix.dims()[0]);
         match self {
-            Self::Vector(_) | Self::Vectors(_) => Ok(vec![self.data()?]),
+            Self::Vector(_) | Self::Vectors(_) | Self::Integers(_) => Ok(vec![self.data()?]),
             Self::Rows(matrix, rows) => Ok(vec![matrix.sample(rows.clone())?]),
             Self::Transposed(matrix) | Self::Floats(matrix) => Ok(vec![whole(matrix)?]),
             Self::Experts(matrices, _) => {
@@ -201,6 +215,16 @@ impl Exports {
     /// Adds a vector.
     pub fn parameter(&mut self, name: &str, vector: &Param<Tensor<1>>) {
         self.vector(name.into(), value(vector));
+    }
+
+    /// Adds a matrix that is never quantized under its full name, which need not end in `.weight`.
+    pub fn table(&mut self, name: &str, matrix: &Matrix) {
+        self.push(name.into(), Values::Floats(matrix.clone()));
+    }
+
+    /// Adds a table of whole numbers.
+    pub fn indices(&mut self, name: &str, numbers: &Tensor<2, Int>) {
+        self.push(name.into(), Values::Integers(numbers.clone()));
     }
 
     /// Adds a projection of every expert of a mixture, `[d_output, d_input]` with a bias. It

@@ -1,8 +1,9 @@
 //! Memory that a model needs at run time, and changes that would make it fit.
 
-use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes, layout::CacheLayout};
+use kv_cubecl::{KvCacheConfig, KvFormat, MemoryBytes};
 
 use crate::{
+    cache::LayerPlan,
     cache_config::ModelCacheConfig,
     checkpoint::Planned,
     error::{Error, Result},
@@ -182,7 +183,7 @@ impl Planned<'_> {
         let layers = self.spec.layers.iter().enumerate();
         let caches = layers.map(|(i, layer)| {
             let config = usage.cache.layer(self.spec, i);
-            Ok(CacheLayout::new(&config, layer.cache_shape(usage.batch))?.bytes_read(len + 1))
+            LayerPlan::new(layer, &config, usage.batch).bytes_read(len + 1)
         });
         Ok([self.weights.bytes_per_token(), caches.sum::<Result<usize>>()?])
     }
@@ -320,7 +321,7 @@ pub fn most_that_fits(most: usize, fits: impl Fn(usize) -> bool) -> Option<usize
 fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     let mut bytes = CacheBytes::default();
     for (i, layer) in spec.layers.iter().enumerate() {
-        bytes.add(layout(&usage.cache.layer(spec, i), layer, usage.batch)?.memory_bytes());
+        bytes.add(layer_bytes(&usage.cache.layer(spec, i), layer, usage.batch)?);
     }
     let capacity = usage.cache.capacity.min(spec.max_positions).min(MOST_TOKENS);
     for rope in &spec.ropes {
@@ -332,11 +333,11 @@ fn cache_bytes(spec: &ModelSpec, usage: &Usage) -> Result<CacheBytes> {
     Ok(bytes)
 }
 
-/// Returns the layout of a layer's cache. If one sequence could have it, the error is about their
+/// Returns the bytes of a layer's cache. If one sequence could have it, the error is about their
 /// number.
-fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<CacheLayout> {
-    CacheLayout::new(config, layer.cache_shape(batch)).map_err(|error| {
-        match batch > 1 && CacheLayout::new(config, layer.cache_shape(1)).is_ok() {
+fn layer_bytes(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<MemoryBytes> {
+    layer.cache_bytes(config, batch).map_err(|error| {
+        match batch > 1 && layer.cache_bytes(config, 1).is_ok() {
             true => {
                 let rule = format!(
                     "caches of {} tokens are too large for one buffer of 2^32 elements per layer",
@@ -344,7 +345,7 @@ fn layout(config: &KvCacheConfig, layer: &LayerSpec, batch: usize) -> Result<Cac
                 );
                 Error::argument("batch", batch, rule)
             }
-            false => error.into(),
+            false => error,
         }
     })
 }

@@ -4,7 +4,8 @@
 //! and gpt-oss are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
 //! files, and written by [`save()`] as Hugging Face folders. A model is not converted for a
 //! quantized cache. Every pass names the format of its cache, for all layers or, with a
-//! [`ModelCacheConfig`], per layer.
+//! [`ModelCacheConfig`], per layer. [`deepseek_v4`] is read from Hugging Face folders, and computes
+//! whole sequences; it has no cache yet.
 //!
 //! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
 //! [`Family`]; [`register`] makes their families known to [`load()`].
@@ -31,6 +32,7 @@ mod cache_config;
 pub mod chat;
 pub mod checkpoint;
 mod decoder;
+pub mod deepseek_v4;
 mod dtype;
 mod erased;
 mod error;
@@ -62,7 +64,9 @@ mod spec;
 mod stack;
 pub mod tokenizer;
 
-pub use cache::{Checkpoints, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache};
+pub use cache::{
+    Checkpoints, LayerCache, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache,
+};
 pub use cache_config::{KV_CACHE_FILE, LayerRule, Layers, ModelCacheConfig, Stores};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
@@ -87,9 +91,9 @@ pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};
-pub use spec::{LayerSpec, ModelSpec};
+pub use spec::{LayerSpec, ModelSpec, SharedEntries, SharedSelection, SparseLayer};
 pub use stack::{
-    DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource, LayerVisitor,
-    SlidingConfig,
+    ChannelNorm, DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource,
+    LayerVisitor, SlidingConfig,
 };
 pub use tokenizer::Tokenizer;

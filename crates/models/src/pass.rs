@@ -3,13 +3,13 @@
 use std::fmt;
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use kv_cubecl::{FakeQuantOptions, KvMemory};
+use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory};
 use tracing::{trace, trace_span};
 
 use crate::{
-    cache::ModelCache,
+    cache::{LayerCache, ModelCache},
     cache_config::ModelCacheConfig,
-    nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows},
+    nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows, SparsePlace},
     spans::{LAYER, OPERATION},
     spec::{LayerSpec, ModelSpec},
 };
@@ -135,6 +135,9 @@ impl Pass<'_> {
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
                 let (config, fake_quant) = (config.layer(spec, index), *fake_quant);
+                if let Some(config) = spec.layers[index].sparse_config(&config) {
+                    return SparsePlace::Parallel(config).into();
+                }
                 let options = spec.layers[index].options;
                 let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
                 match observer {
@@ -142,18 +145,30 @@ impl Pass<'_> {
                     None => memory,
                 }
             }
-            Self::Cached(cache) => KvMemory::Cached(&mut cache.layers[index]).into(),
+            Self::Cached(cache) => match &mut cache.layers[index] {
+                LayerCache::Kv(cache) => KvMemory::Cached(cache).into(),
+                LayerCache::Sparse(cache) => SparsePlace::Cached(cache).into(),
+            },
             Self::Observed { cache, observer } => {
-                let layer = &mut cache.layers[index];
-                let options = layer.options();
-                Memory::from(KvMemory::Cached(layer)).shown_to(&mut **observer, index, options)
+                let (memory, options) = match &mut cache.layers[index] {
+                    LayerCache::Kv(cache) => {
+                        let options = cache.options();
+                        (Memory::from(KvMemory::Cached(cache)), options)
+                    }
+                    LayerCache::Sparse(cache) => {
+                        (SparsePlace::Cached(cache).into(), AttentionOptions::default())
+                    }
+                };
+                memory.shown_to(&mut **observer, index, options)
             }
-            Self::Ragged { cache, tokens } => {
-                KvMemory::Ragged(&mut cache.layers[index], tokens).into()
-            }
-            Self::At { cache, position, .. } => {
-                KvMemory::At(&mut cache.layers[index], position).into()
-            }
+            Self::Ragged { cache, tokens } => match &mut cache.layers[index] {
+                LayerCache::Kv(cache) => KvMemory::Ragged(cache, tokens).into(),
+                LayerCache::Sparse(cache) => SparsePlace::Ragged(cache, tokens).into(),
+            },
+            Self::At { cache, position, .. } => match &mut cache.layers[index] {
+                LayerCache::Kv(cache) => KvMemory::At(cache, position).into(),
+                LayerCache::Sparse(cache) => SparsePlace::At(cache, position).into(),
+            },
         }
     }
 }

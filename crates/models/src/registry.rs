@@ -3,6 +3,7 @@
 use std::sync::{PoisonError, RwLock};
 
 use crate::{
+    deepseek_v4::DeepseekV4,
     error::{Error, Result},
     family::Family,
     gemma3::Gemma3,
@@ -12,7 +13,8 @@ use crate::{
     llama::Llama,
 };
 
-static BUILT_IN: &[&dyn Family] = &[Gpt2::FAMILY, Llama::FAMILY, Gemma3::FAMILY, GptOss::FAMILY];
+static BUILT_IN: &[&dyn Family] =
+    &[Gpt2::FAMILY, Llama::FAMILY, Gemma3::FAMILY, GptOss::FAMILY, DeepseekV4::FAMILY];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
 /// Makes a family known to [`load`](crate::load()) until the program ends.

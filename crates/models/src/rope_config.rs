@@ -27,7 +27,7 @@ pub(crate) struct RopeFields {
     original_max_position_embeddings: Option<f64>,
     short_factor: Option<Vec<f32>>,
     long_factor: Option<Vec<f32>>,
-    attention_factor: Option<f64>,
+    pub(crate) attention_factor: Option<f64>,
     beta_fast: Option<f64>,
     beta_slow: Option<f64>,
     mscale: Option<f64>,

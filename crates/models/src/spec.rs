@@ -1,7 +1,10 @@
 //! The sizes of a model, layer by layer: caches, evaluation and training are built from them.
 
 use burn::tensor::Tensor;
-use kv_cubecl::{AttentionOptions, CacheShape, Sides};
+use kv_cubecl::{
+    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
+    sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
+};
 
 use crate::{
     error::Result,
@@ -24,6 +27,57 @@ pub struct LayerSpec {
     pub sliding_window: Option<usize>,
     /// Index in [`ModelSpec::ropes`]; `None` for a layer without rope.
     pub rope: Option<usize>,
+    /// Sparse attention to one row per token and to compressed entries; `None` for keys and values.
+    pub sparse: Option<SparseLayer>,
+}
+
+/// The sparse attention of a layer besides its sliding window (DeepSeek-V4, 2026).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SparseLayer {
+    /// The compressed entries; `None` for a layer with a sliding window only.
+    pub entries: Option<SharedEntries>,
+    /// The selection among entries; `None` for a layer that attends to all of them.
+    pub selection: Option<SharedSelection>,
+}
+
+/// The compressed entries that a layer attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedEntries {
+    /// The layer that computes them: the layer itself or an earlier one.
+    pub owner: usize,
+    /// The tokens that an entry stands for.
+    pub compression: Compression,
+}
+
+/// The entries that an indexer selects for a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedSelection {
+    /// The layer whose indexer selects them: the layer itself or an earlier one.
+    pub owner: usize,
+    /// Heads of the indexer.
+    pub n_heads: usize,
+    /// Channels of the indexer's keys.
+    pub head_dim: usize,
+    /// Entries that a token attends to.
+    pub top_k: usize,
+}
+
+impl SparseLayer {
+    /// Describes a layer with a sliding window only.
+    pub const fn window() -> Self {
+        Self { entries: None, selection: None }
+    }
+
+    /// Describes a layer that attends to all of these entries.
+    pub const fn all(entries: SharedEntries) -> Self {
+        Self { entries: Some(entries), selection: None }
+    }
+
+    /// Describes a layer that attends to a selection of these entries.
+    pub const fn selected(entries: SharedEntries, selection: SharedSelection) -> Self {
+        Self { entries: Some(entries), selection: Some(selection) }
+    }
 }
 
 impl LayerSpec {
@@ -31,7 +85,15 @@ impl LayerSpec {
     /// sqrt(head_dim)`. `head_dim` is one number, or a number for keys and one for values.
     pub fn new(n_heads: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
         let (head_dim, options) = (head_dim.into(), AttentionOptions::default());
-        Self { n_heads, n_kv_heads, head_dim, options, sliding_window: None, rope: None }
+        Self {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            options,
+            sliding_window: None,
+            rope: None,
+            sparse: None,
+        }
     }
 
     /// Returns the same layer with other options.
@@ -50,6 +112,32 @@ impl LayerSpec {
     #[must_use]
     pub fn with_rope(self, rope: Option<usize>) -> Self {
         Self { rope, ..self }
+    }
+
+    /// Returns the same layer with sparse attention. It must have a sliding window, too.
+    #[must_use]
+    pub fn with_sparse(self, sparse: SparseLayer) -> Self {
+        Self { sparse: Some(sparse), ..self }
+    }
+
+    /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the
+    /// formats of `config`; `None` for a layer with keys and values. Entries have the format of
+    /// values, and the keys of the indexer have the format of keys.
+    pub(crate) fn sparse_config(&self, config: &KvCacheConfig) -> Option<SparseConfig> {
+        let SparseLayer { entries, selection } = self.sparse?;
+        let window = config.sliding_window.unwrap_or(config.capacity);
+        let row = |codes: KvFormat| match codes.is_quantized() {
+            true => RowFormat::codes(codes),
+            false => RowFormat::float(config.float),
+        };
+        let sparse = SparseConfig::new(self.head_dim.keys, window)
+            .with_capacity(config.capacity)
+            .with_formats(config.float, row(config.values));
+        let sparse = entries.map_or(sparse, |entries| sparse.with_compression(entries.compression));
+        let keys = row(config.keys);
+        Some(selection.map_or(sparse, |SharedSelection { head_dim, top_k, .. }| {
+            sparse.with_index(IndexConfig { head_dim, top_k, keys })
+        }))
     }
 
     /// Returns the shape of the layer's cache for `batch` sequences.

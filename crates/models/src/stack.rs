@@ -15,7 +15,7 @@ use burn::{
 pub(crate) use self::names::{LLAMA_GGUF, LLAMA_NAMES};
 pub(crate) use self::sliding::Defaults;
 pub use self::{
-    norm::FinalNorm,
+    norm::{ChannelNorm, FinalNorm},
     parts::{LayerSource, LayerVisitor},
     sliding::SlidingConfig,
 };
@@ -26,7 +26,7 @@ use crate::{
     family::{ConfigJson, Family, JsonFields, no_gguf},
     gguf::{GgufNames, Metadata},
     model::LanguageModel,
-    nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, init},
+    nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, SparseStates, init},
     pass::Pass,
     spec::{LayerSpec, ModelSpec},
 };
@@ -89,10 +89,16 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
 pub struct LayerContext<'a> {
     /// The rope of the new tokens; `None` for a layer without rope.
     pub rope: Option<&'a RopeRows>,
+    /// The number of the layer, counted from 0.
+    pub index: usize,
+    /// The token ids of the pass, `[batch, seq]`.
+    pub ids: &'a Tensor<2, Int>,
     /// The sizes of the layer.
     pub spec: &'a LayerSpec,
     /// The keys and values of earlier tokens.
     pub memory: Memory<'a>,
+    /// The entries and selections of earlier layers with sparse attention.
+    pub sparse: &'a mut SparseStates,
 }
 
 impl LayerContext<'_> {
@@ -134,8 +140,8 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     /// Applies the layer.
     ///
     /// # Shapes
-    /// - x: `[batch, seq, hidden]`
-    /// - output: `[batch, seq, hidden]`
+    /// - x: `[batch, seq, hidden]`, or the width that [`widen`](Self::widen) returns
+    /// - output: the same
     ///
     /// # Errors
     /// Fails as [`Memory::attend`] does.
@@ -152,13 +158,22 @@ pub trait DecoderLayer: Module + ModuleDisplay + Debug + Send + Sync + 'static {
         true
     }
 
-    /// Builds the final norm over `width` channels.
+    /// Turns embedded states `[batch, seq, hidden]` into the input of the first layer. A family
+    /// with several residual streams widens them; [`Norm`](Self::Norm) then joins the streams.
+    fn widen(config: &Self::Config, x: Tensor<3>) -> Tensor<3> {
+        let _ = config;
+        x
+    }
+
+    /// Builds the final norm over `width` channels, usually by [`LayerSource::norm`].
     ///
     /// # Errors
     /// Fails as [`Weights::linear`] does.
-    fn final_norm(width: usize, source: &mut LayerSource<'_>) -> Result<Self::Norm> {
-        source.norm(Self::NORM, width)
-    }
+    fn final_norm(
+        config: &Self::Config,
+        width: usize,
+        source: &mut LayerSource<'_>,
+    ) -> Result<Self::Norm>;
 }
 
 /// The [`Family`] of a [`DecoderStack`].
@@ -252,8 +267,8 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let positions = L::POSITIONS.map(|name| weights.embedding(name, spec.max_positions, width));
         let positions = positions.transpose()?;
         let epsilon = config.norm_epsilon();
-        let norm =
-            L::final_norm(width, &mut LayerSource::checkpoint(weights, String::new(), epsilon))?;
+        let mut outside = LayerSource::checkpoint(weights, String::new(), epsilon);
+        let norm = L::final_norm(&config, width, &mut outside)?;
         let head = weights.head(config.tied_head(), vocab_size, width)?;
         let model = |spec, layers| Self {
             embedding: embedding.clone(),
@@ -266,7 +281,9 @@ impl<L: DecoderLayer> DecoderStack<L> {
         };
         let layer = |weights: &mut Weights, i| {
             let prefix = layer_prefix::<L>(i);
-            L::build(&config, &mut LayerSource::checkpoint(weights, prefix, epsilon))
+            let mut source = LayerSource::checkpoint(weights, prefix, epsilon);
+            source.index = i;
+            L::build(&config, &mut source)
         };
         weights.layers(&spec, layer, model)
     }
@@ -289,9 +306,12 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let positions = L::POSITIONS.map(|_| table(spec.max_positions));
         let n_layers = spec.layers.len();
         let mut source = LayerSource::random(device, config.norm_epsilon(), n_layers);
-        let layers =
-            (0..n_layers).map(|_| L::build(&config, &mut source)).collect::<Result<_>>()?;
-        let norm = L::final_norm(width, &mut source)?;
+        let layer = |index| {
+            source.index = index;
+            L::build(&config, &mut source)
+        };
+        let layers = (0..n_layers).map(layer).collect::<Result<_>>()?;
+        let norm = L::final_norm(&config, width, &mut source)?;
         let head =
             (!config.tied_head()).then(|| init::linear([vocab_size, width], 1.0, false, device));
         Ok(Self { embedding, positions, layers, norm, head, spec, config })
@@ -314,13 +334,14 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         Ok(self.norm.normalize(self.states(ids, pass)?))
     }
 
-    /// Returns the states after the last layer, before the final norm.
+    /// Returns the states after the last layer, before the final norm. Their width is that of the
+    /// layers.
     fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let seq = ids.dims()[1];
         let ropes = pass.ropes(&self.spec, seq, &ids.device());
         // [1 or batch, seq, hidden]
         let positions = self.positions.as_ref().map(|table| pass.rows(&table.weight, seq));
-        let mut x = self.embedding.forward(ids); // [batch, seq, hidden]
+        let mut x = self.embedding.forward(ids.clone()); // [batch, seq, hidden]
         if let Some(scale) = self.config.embedding_scale() {
             x = x * scale;
         }
@@ -328,9 +349,12 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
             x = x + positions;
         }
         let ropes = ropes.to_dtype(x.dtype()); // once for all layers
-        for (i, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            let context = LayerContext { rope: ropes.of(spec), spec, memory: pass.layer(i) };
-            x = layer.forward(x, context)?;
+        let (ids, mut sparse) = (&ids, SparseStates::default());
+        let mut x = L::widen(&self.config, x);
+        for (index, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
+            let (rope, memory) = (ropes.of(spec), pass.layer(index));
+            let sparse = &mut sparse;
+            x = layer.forward(x, LayerContext { rope, index, ids, spec, memory, sparse })?;
         }
         Ok(x)
     }

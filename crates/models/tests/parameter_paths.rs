@@ -39,5 +39,6 @@ fn parameters_of_all_families_keep_their_paths() {
     for name in ["gpt2-tiny", "llama-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
         load(tiny(name), &device()).unwrap().model.visit(&mut paths);
     }
+    load(tiny("../deepseek/deepseek-v4-tiny"), &device()).unwrap().model.visit(&mut paths);
     assert_eq!(paths.found, include_str!("fixtures/parameter_paths.txt"));
 }

@@ -114,7 +114,7 @@ fn files_that_contradict_themselves_are_refused() {
     }
     type Change<'a> = (&'a str, &'a dyn Fn(&mut Value, &mut Vec<Named>));
     let changes: &[Change<'_>] = &[
-        ("version", &|said, _| said["version"] = json!(3)),
+        ("version", &|said, _| said["version"] = json!(4)),
         ("checkpoints at [31]", &|said, _| said["checkpoints"] = json!([31])),
         ("checkpoints at [9, 9]", &|said, _| said["checkpoints"] = json!([9, 9])),
         ("do not match", &|said, _| said["checkpoints"] = json!([9])),
@@ -177,7 +177,16 @@ fn files_that_contradict_themselves_are_refused() {
 /// be continued.
 #[test]
 fn forged_files_never_panic() {
-    let saved = Saved::new("llama-tiny");
+    never_panic("llama-tiny");
+}
+
+#[test]
+fn forged_files_of_sparse_attention_never_panic() {
+    never_panic("../deepseek/deepseek-v4-tiny");
+}
+
+fn never_panic(model: &str) {
+    let saved = Saved::new(model);
     let (on, whole) = (device(), fs::read(saved.path()).unwrap());
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(2);
     let numbers = [0u64, 1, 2, 3, 7, 16, 31, 1 << 24, 1 << 32, 1 << 60, u64::MAX];

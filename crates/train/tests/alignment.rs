@@ -168,6 +168,7 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
 
     let mut all = Difference::default();
     for (trace, streamed) in traces.into_iter().zip(cache.layers()) {
+        let streamed = streamed.kv().unwrap();
         let AttentionTrace { query, key, value, output, layer, .. } = trace;
         let [query, key, value, output] =
             [query, key, value, output].map(|tensor| tensor.without_autodiff());
@@ -186,7 +187,7 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
         // Both sides have the same codes and differ only in the order of f32 sums.
         assert!(far < 1e-5, "{name}: attention of layer {layer} differs by {far}");
     }
-    let counts = cache.layers()[0].quantized_counts();
+    let counts = cache.layers()[0].kv().unwrap().quantized_counts();
     assert_eq!(counts.keys > 0, config.keys.is_quantized(), "{name}");
     assert_eq!(counts.values > 0, config.values.is_quantized(), "{name}");
 

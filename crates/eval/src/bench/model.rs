@@ -121,7 +121,7 @@ pub fn time_decode<T: Target>(
                 graph_capture: subject.graph_capture,
                 context,
                 seconds,
-                bytes_read: cache.layers().iter().map(|c| c.layout().bytes_read(context)).sum(),
+                bytes_read: cache.layers().iter().map(|c| c.bytes_read(context)).sum(),
             });
         }
     }

@@ -16,7 +16,7 @@ mod report;
 
 use core::ops::ControlFlow;
 
-use kv_cubecl::{KvCacheConfig, KvFormat, On, Side, Target, layout::CacheLayout};
+use kv_cubecl::{KvCacheConfig, KvFormat, On, Side, Target};
 use kv_models::{LanguageModel, LayerRule, Layers, ModelCacheConfig, ModelSpec, Stores};
 use serde::Serialize;
 
@@ -224,9 +224,7 @@ impl SearchPlan {
 /// Returns the bytes of the caches of all layers for one sequence, and of each layer.
 fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize>)> {
     let layers = spec.layers.iter().zip(cache.layers(spec));
-    let bytes = layers.map(|(layer, cache)| {
-        Ok(CacheLayout::new(&cache, layer.cache_shape(1))?.memory_bytes().total())
-    });
+    let bytes = layers.map(|(layer, cache)| Ok(layer.cache_bytes(&cache, 1)?.total()));
     let bytes = bytes.collect::<Result<Vec<_>>>()?;
     Ok((bytes.iter().sum(), bytes))
 }

@@ -11,7 +11,7 @@ use super::{
     compressor::Compressor,
     store::{RowStore, span},
 };
-use crate::{CacheFloat, Error, Result, error::invalid, functions::hadamard};
+use crate::{CacheFloat, Error, Result, functions::hadamard};
 
 /// The streaming state of a layer of sparse attention: recent tokens, compressed entries, the keys
 /// of its indexer, and the projections of tokens whose window is not complete. All memory is
@@ -73,15 +73,15 @@ impl SparseBytes {
 }
 
 /// The stores of a cache.
-struct Layouts {
-    window: RowLayout,
+pub(super) struct Layouts {
+    pub(super) window: RowLayout,
     /// Projections and rows: of entries, and of the indexer's keys.
-    entries: Option<[RowLayout; 2]>,
-    keys: Option<[RowLayout; 2]>,
+    pub(super) entries: Option<[RowLayout; 2]>,
+    pub(super) keys: Option<[RowLayout; 2]>,
 }
 
 impl Layouts {
-    fn new(config: &SparseConfig, batch: usize) -> Self {
+    pub(super) fn new(config: &SparseConfig, batch: usize) -> Self {
         let float = RowFormat::float(config.float);
         let window = RowLayout {
             batch,
@@ -124,10 +124,10 @@ impl SparseConfig {
     /// Returns the bytes that a cache of `batch` sequences allocates.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the first field that breaks a rule.
+    /// [`Error::InvalidConfig`] naming the first field that breaks a rule, a batch of 0, or a store
+    /// that is too large for one buffer.
     pub fn memory_bytes(&self, batch: usize) -> Result<SparseBytes> {
-        self.validate()?;
-        Ok(Layouts::new(self, batch).bytes())
+        Ok(self.layouts(batch)?.bytes())
     }
 }
 
@@ -150,13 +150,9 @@ impl SparseCache {
     /// [`Error::InvalidConfig`] naming the field of `config` that breaks a rule, or a batch of 0;
     /// [`Error::Unsupported`] for a device without the operations or without a float type.
     pub fn new(config: &SparseConfig, batch: usize, device: &Device) -> Result<Self> {
-        config.validate()?;
-        if batch == 0 {
-            return Err(invalid("batch", batch, "must be at least 1"));
-        }
+        let layouts = config.layouts(batch)?;
         let device = device.clone().without_autodiff();
         crate::backends::check_device("SparseCache", &device)?;
-        let layouts = Layouts::new(config, batch);
         let float = |name, layout: &RowLayout| -> Result<()> {
             let dtype = layout.format.float.dtype();
             match layout.floats() == 0 || device.supports_dtype(dtype) {
@@ -265,10 +261,12 @@ impl SparseCache {
     }
 
     /// Begins a call that appends one token at positions on the device, `[1]` or `[batch]`. A
-    /// sequence with a position below 0 takes no part.
+    /// sequence with a position below 0, or not below the capacity, takes no part.
     pub(super) fn call_at(&self, position: &Tensor<1, Int>) -> Call {
         let batch = self.lens.len();
-        let starts = position.clone().cast(DType::I32).expand([batch]).reshape([1, batch]);
+        let starts = position.clone().cast(DType::I32);
+        let past = starts.clone().greater_equal_elem(self.config.capacity as i64);
+        let starts = starts.mask_fill(past, -1).expand([batch]).reshape([1, batch]);
         let ones = Tensor::ones([1, batch], (&position.device(), DType::I32));
         let span = Tensor::cat(vec![starts, ones], 0);
         Call { span, tokens: 1, len: self.config.capacity, added: None }

@@ -64,8 +64,8 @@ impl<'a> SparseMemory<'a> {
     }
 
     /// Appends one token to each sequence of `cache`, at a position that is stored on the device,
-    /// i32 `[1]` or `[batch]`. A sequence with a position below 0 takes no part. The host's lengths
-    /// do not change; see [`SparseCache::advance`].
+    /// i32 `[1]` or `[batch]`. A sequence with a position below 0, or not below the capacity, takes
+    /// no part. The host's lengths do not change; see [`SparseCache::advance`].
     pub fn at(cache: &'a mut SparseCache, position: &Tensor<1, Int>) -> Self {
         let call = cache.call_at(position);
         Self(Place::Cached(cache, Box::new(call)))

@@ -24,13 +24,13 @@ pub enum SparseTensor {
 }
 
 /// The names of a store's tensors: codes and floats.
-const WINDOW: [&str; 2] = ["window.codes", "window"];
-const ENTRIES: [[&str; 2]; 3] = [
+pub(super) const WINDOW: [&str; 2] = ["window.codes", "window"];
+pub(super) const ENTRIES: [[&str; 2]; 3] = [
     ["entries.content.codes", "entries.content"],
     ["entries.gate.codes", "entries.gate"],
     ["entries.codes", "entries"],
 ];
-const KEYS: [[&str; 2]; 3] = [
+pub(super) const KEYS: [[&str; 2]; 3] = [
     ["keys.content.codes", "keys.content"],
     ["keys.gate.codes", "keys.gate"],
     ["keys.codes", "keys"],

@@ -1,15 +1,9 @@
 //! [`PromptCache`]: a cache that reuses the longest common prefix of successive prompts.
 
-use std::{iter, ops::Range};
-
 use burn::tensor::{Device, Tensor, TensorData};
-use kv_cubecl::{
-    CacheParts, KvCache, KvCacheConfig, Side,
-    layout::{CacheLayout, Schedule},
-};
 use tracing::trace_span;
 
-use super::{ModelCache, check_context};
+use super::{LayerCache, ModelCache, check_context};
 use crate::{
     error::{Error, Result},
     generate::{GenerateOptions, Generated, decode, finish, ids_to_tensor, last_logits},
@@ -212,13 +206,11 @@ impl PromptCache {
 
     /// Returns the lengths at which a prompt of `len` tokens gets a checkpoint.
     fn marks(&self, len: usize) -> Result<Vec<usize>> {
-        let layouts = |len: usize| {
-            let layouts = self.cache.layers.iter().map(KvCache::layout);
-            layouts.map(move |it| CacheLayout::new(&it.config().with_capacity(len), it.shape()))
-        };
+        let plans =
+            |len: usize| self.cache.layers.iter().map(move |layer| layer.plan().with_capacity(len));
         let mut room = 0;
-        for layout in layouts(len) {
-            room += layout?.memory_bytes().total();
+        for plan in plans(len) {
+            room += plan.memory_bytes()?.total();
         }
         let mut marks = vec![];
         for distance in self.taken.distances() {
@@ -227,8 +219,8 @@ impl PromptCache {
                 break;
             };
             let mut bytes = 0;
-            for layout in layouts(mark) {
-                bytes += kept_bytes(&layout?);
+            for plan in plans(mark) {
+                bytes += plan.kept_bytes()?;
             }
             // A cache that can be cut back to any length needs none. The next prompt drops the one
             // at the end.
@@ -269,118 +261,21 @@ impl PromptCache {
 #[derive(Clone, Debug)]
 pub(super) struct Checkpoint {
     pub(super) len: usize,
-    /// The [`kept`] parts of each layer, laid out as in a cache for `len` tokens.
+    /// The parts that each layer loses, laid out as in a cache for `len` tokens.
     pub(super) layers: Vec<Vec<TensorData>>,
-}
-
-/// Returns the parts of a layer's cache that a checkpoint keeps.
-pub(super) fn kept(config: &KvCacheConfig) -> &'static [&'static str] {
-    let schedule = Schedule::new(config);
-    match (schedule.sliding_window, schedule.is_exact_anywhere()) {
-        // A sliding window overwrites the tokens that it no longer sees.
-        (Some(_), _) => &["keys", "values", "floats"],
-        (None, true) => &[],
-        (None, false) => &["floats"],
-    }
-}
-
-/// Returns the elements of a slice's float rows that a checkpoint keeps: all of them with a sliding
-/// window, otherwise those of quantized sides, whose rings are short.
-fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
-    if layout.schedule().sliding_window.is_some() {
-        return iter::once(0..layout.float_elements()).collect();
-    }
-    // A quantized side has a ring, unless it is never quantized.
-    let sides = Side::BOTH.map(|side| layout.sides()[side]);
-    let quantized = sides.into_iter().filter(|side| side.spec.is_some());
-    let elements =
-        quantized.map(|side| side.first_element..side.first_element + side.rows() * side.head_dim);
-    elements.filter(|elements| !elements.is_empty()).collect()
-}
-
-/// Returns the shape of the floats that a checkpoint keeps of a layer.
-pub(super) fn kept_shape(layout: &CacheLayout) -> [usize; 2] {
-    [layout.slices(), kept_elements(layout).iter().map(Range::len).sum()]
-}
-
-/// Returns the bytes that a checkpoint keeps of a layer.
-fn kept_bytes(layout: &CacheLayout) -> usize {
-    match kept(layout.config()) {
-        [] => 0,
-        ["floats"] => {
-            kept_shape(layout).iter().product::<usize>() * layout.config().float.dtype().size()
-        }
-        _ => layout.memory_bytes().total(),
-    }
 }
 
 impl Checkpoint {
     fn of(cache: &ModelCache) -> Result<Self> {
-        let len = cache.len();
-        let layer = |layer: &KvCache| {
-            let kept = kept(layer.layout().config());
-            if kept.is_empty() {
-                return Ok(vec![]);
-            }
-            let layer = layer.resized(len)?;
-            let layout = *layer.layout();
-            let CacheParts { keys, values, floats, .. } = layer.into_parts();
-            let rows: Tensor<2> = floats.reshape([layout.slices(), layout.float_elements()]);
-            let rows = kept_elements(&layout)
-                .into_iter()
-                .map(|elements| rows.clone().narrow(1, elements.start, elements.len()));
-            let floats = Tensor::cat(rows.collect(), 1);
-            let mut data = vec![];
-            if kept.contains(&"keys") {
-                data.extend([keys.try_into_data(), values.try_into_data()]);
-            }
-            data.push(floats.try_into_data());
-            let data = data.into_iter().collect::<core::result::Result<_, _>>();
-            data.map_err(|error| Error::argument("cache", error.to_string(), "must be readable"))
-        };
-        let layers = cache.layers.iter().map(layer).collect::<Result<_>>()?;
-        Ok(Self { len, layers })
+        let layers = cache.layers.iter().map(LayerCache::checkpoint).collect::<Result<_>>()?;
+        Ok(Self { len: cache.len(), layers })
     }
 
     /// Cuts a longer cache back to this checkpoint.
     fn restore(&self, cache: &mut ModelCache) -> Result<()> {
         let layers = cache.layers.iter().zip(&self.layers);
-        cache.layers =
-            layers.map(|(layer, kept)| self.layer(layer, kept)).collect::<Result<_>>()?;
+        let layers = layers.map(|(layer, kept)| layer.at_checkpoint(self.len, kept));
+        cache.layers = layers.collect::<Result<_>>()?;
         Ok(())
-    }
-
-    fn layer(&self, layer: &KvCache, kept: &[TensorData]) -> Result<KvCache> {
-        let len = self.len;
-        let (config, shape) = (layer.layout().config(), layer.layout().shape());
-        let Some((floats, words)) = kept.split_last() else {
-            let mut layer = layer.clone();
-            layer.cut_back(0, len)?;
-            return Ok(layer);
-        };
-        let device = layer.device();
-        // The codes of the first tokens are still in the longer cache.
-        let now = CacheParts { lens: vec![len], ..layer.clone().into_parts() };
-        let now = KvCache::from_parts(config, shape, now)?.resized(len)?;
-        let layout = *now.layout();
-        let mut parts = now.into_parts();
-        if let [keys, values] = words {
-            let words =
-                |data: &TensorData| Tensor::from_data(data.clone(), (&device, data.dtype()));
-            (parts.keys, parts.values) = (words(keys), words(values));
-        }
-        let float_shape = parts.floats.dims();
-        let mut rows: Tensor<2> = parts.floats.reshape([layout.slices(), layout.float_elements()]);
-        let floats: Tensor<2> = Tensor::from_data(floats.clone(), (&device, floats.dtype()));
-        let mut from = 0;
-        for elements in kept_elements(&layout) {
-            let n = elements.len();
-            let part = floats.clone().narrow(1, from, n);
-            rows = rows.slice_assign([0..layout.slices(), elements], part);
-            from += n;
-        }
-        parts.floats = rows.reshape(float_shape);
-        let short = KvCache::from_parts(&config.with_capacity(len), shape, parts)?;
-        Ok(short.with_options(layer.options())?.resized(config.capacity)?)
     }
 }

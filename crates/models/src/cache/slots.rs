@@ -1,13 +1,13 @@
 //! The sequences of a batch, in all layers at once.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_cubecl::KvCache;
 
-use super::ModelCache;
+use super::{LayerCache, ModelCache};
 use crate::error::{Error, Result};
 
 impl ModelCache {
-    /// Returns a cache of the given sequences, in this order; see [`KvCache::select`].
+    /// Returns a cache of the given sequences, in this order; see
+    /// [`KvCache::select`](kv_cubecl::KvCache::select).
     ///
     /// # Errors
     /// Fails without a sequence, and for one that the batch does not have.
@@ -18,7 +18,8 @@ impl ModelCache {
         Ok(Self { layers, rope_tables, batch: sequences.len(), ..*self })
     }
 
-    /// Joins the sequences of several caches, in this order; see [`KvCache::join`].
+    /// Joins the sequences of several caches, in this order; see
+    /// [`KvCache::join`](kv_cubecl::KvCache::join).
     ///
     /// # Errors
     /// Fails without a cache, and for caches that differ from the first in more than their
@@ -28,24 +29,23 @@ impl ModelCache {
             return Err(Error::argument("caches", "none", "must be at least one cache"));
         };
         caches.iter().try_for_each(|cache| first.check_like(cache))?;
-        let join = |i: usize| {
-            let layers: Vec<KvCache> = caches.iter().map(|cache| cache.layers[i].clone()).collect();
-            KvCache::join(&layers)
-        };
+        let join = |i: usize| LayerCache::join(caches.iter().map(|cache| &cache.layers[i]));
         let layers = (0..first.layers.len()).map(join).collect::<Result<Vec<_>, _>>()?;
         let batch = caches.iter().map(|cache| cache.batch).sum();
         Ok(Self { layers, rope_tables: first.rope_tables.clone(), batch, ..*first })
     }
 
-    /// Removes the tokens of one sequence and frees its slot; see [`KvCache::remove`].
+    /// Removes the tokens of one sequence and frees its slot; see
+    /// [`KvCache::remove`](kv_cubecl::KvCache::remove).
     ///
     /// # Errors
     /// Fails for a sequence that the batch does not have or that holds no token.
     pub fn remove(&mut self, sequence: usize) -> Result<()> {
-        Ok(self.layers.iter_mut().try_for_each(|layer| layer.remove(sequence))?)
+        self.layers.iter_mut().try_for_each(|layer| layer.remove(sequence))
     }
 
-    /// Copies the one sequence of `cache` into a free slot; see [`KvCache::admit`].
+    /// Copies the one sequence of `cache` into a free slot; see
+    /// [`KvCache::admit`](kv_cubecl::KvCache::admit).
     ///
     /// # Errors
     /// Fails for a slot that the batch does not have or that is not free, and for a `cache` of
@@ -56,34 +56,38 @@ impl ModelCache {
             if let Err(error) = self.layers[i].admit(sequence, &cache.layers[i]) {
                 // The slot was free in the layers before this one.
                 self.layers[..i].iter_mut().try_for_each(|layer| layer.remove(sequence))?;
-                return Err(error.into());
+                return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Copies one sequence into a free slot; see [`KvCache::fork`].
+    /// Copies one sequence into a free slot; see [`KvCache::fork`](kv_cubecl::KvCache::fork).
     ///
     /// # Errors
     /// Fails for a sequence that the batch does not have, for `from` without tokens, and for `to`
     /// that is not free.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
-        Ok(self.layers.iter_mut().try_for_each(|layer| layer.fork(from, to))?)
+        self.layers.iter_mut().try_for_each(|layer| layer.fork(from, to))
     }
 
-    /// Removes all tokens of one sequence after the first `len`; see [`KvCache::truncate`].
+    /// Removes all tokens of one sequence after the first `len`; see
+    /// [`KvCache::truncate`](kv_cubecl::KvCache::truncate).
     ///
     /// # Errors
     /// Fails for a sequence that the batch does not have, and for a `len` above its tokens or below
     /// [`shortest`](Self::shortest). No layer is then changed.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<()> {
-        let shortest = |i: &usize| self.layers[*i].shortest(sequence);
+        let layers = &self.layers;
+        let shortest = |i: &usize| {
+            (layers[*i].refuses(sequence, len), layers[*i].shortest(sequence).unwrap_or(0))
+        };
         // The layer with the largest minimum comes first: if it can be truncated, all can.
-        let least = (0..self.layers.len()).max_by_key(|i| shortest(i).unwrap_or(0));
+        let least = (0..layers.len()).max_by_key(shortest);
         let Some(least) = least else { return Ok(()) };
         self.layers[least].truncate(sequence, len)?;
         let others = self.layers.iter_mut().enumerate().filter(|(i, _)| *i != least);
-        Ok(others.map(|(_, layer)| layer).try_for_each(|layer| layer.truncate(sequence, len))?)
+        others.map(|(_, layer)| layer).try_for_each(|layer| layer.truncate(sequence, len))
     }
 
     /// Returns the fewest tokens that [`truncate`](Self::truncate) can cut a sequence back to.
@@ -91,13 +95,13 @@ impl ModelCache {
     /// # Errors
     /// Fails for a sequence that the batch does not have.
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
-        let shortest = |most: usize, layer: &KvCache| Ok(most.max(layer.shortest(sequence)?));
+        let shortest = |most: usize, layer: &LayerCache| Ok(most.max(layer.shortest(sequence)?));
         self.layers.iter().try_fold(0, shortest)
     }
 
     /// Cuts a sequence back to `len` tokens, or to the largest smaller number that is exact, and
     /// returns that number. The cache then equals one that never held the other tokens; see
-    /// [`KvCache::cut_back`].
+    /// [`KvCache::cut_back`](kv_cubecl::KvCache::cut_back).
     ///
     /// # Errors
     /// Fails as [`exact`](Self::exact) does.
@@ -110,14 +114,14 @@ impl ModelCache {
     }
 
     /// Returns the largest number of tokens up to `len` that [`cut_back`](Self::cut_back) leaves
-    /// exact in all layers; see [`KvCache::exact`].
+    /// exact in all layers; see [`KvCache::exact`](kv_cubecl::KvCache::exact).
     ///
     /// # Errors
     /// Fails for a sequence that the batch does not have, and for a `len` above its tokens.
     pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
         let mut exact = len;
         loop {
-            let shorter = |len: usize, layer: &KvCache| Ok(layer.exact(sequence, len)?);
+            let shorter = |len: usize, layer: &LayerCache| layer.exact(sequence, len);
             let shortest = self.layers.iter().try_fold(exact, shorter);
             match shortest {
                 Ok(len) if len < exact => exact = len,

@@ -322,7 +322,15 @@ impl ModelCacheConfig {
         }
         for (i, layer) in spec.layers.iter().enumerate() {
             let (own, stored) = (self.own(i, n), self.layer(spec, i));
-            let fits = own.validate(layer.head_dim).and_then(|()| stored.validate(layer.head_dim));
+            if layer.sparse.is_some() && layer.sliding_window.is_none() {
+                let rule = format!("layer {i} has sparse attention, which needs one");
+                return Err(Error::argument("sliding_window", "none", rule));
+            }
+            let fits =
+                own.validate(layer.head_dim).and_then(|()| match layer.sparse_config(&stored) {
+                    Some(sparse) => sparse.validate(),
+                    None => stored.validate(layer.head_dim),
+                });
             fits.map_err(|error| self.in_rule(i, n, error))?;
         }
         Ok(())

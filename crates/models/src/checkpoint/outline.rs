@@ -44,7 +44,7 @@ impl Weights {
         self.watcher.begin(&Planned::new(&spec, &weights, self.cache.as_ref()))
     }
 
-    fn list(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<()> {
+    pub(super) fn list(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<()> {
         /// The most bytes of a tensor. It keeps the sum over all tensors from overflowing.
         const MOST: u64 = 1 << 40;
         let numbers = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim as u64));

@@ -7,7 +7,7 @@ use std::{
 
 use burn::{
     module::Param,
-    tensor::{DType, Device, Tensor, TensorData},
+    tensor::{DType, Device, Int, Tensor, TensorData},
 };
 use burn_store::burn_pack::Tensor as PackTensor;
 
@@ -318,6 +318,46 @@ impl Weights {
         let (device, dtype) = (&self.device, data.dtype());
         let create = |data| Tensor::from_data(data, (device, dtype));
         Param::from_tensor(device.memory_persistent_allocations(data, create))
+    }
+
+    /// Takes a table of whole numbers from 0 up to, but not including, `end`, such as a table of
+    /// experts. It is not a parameter.
+    ///
+    /// # Errors
+    /// Fails for a tensor that is missing, has another shape, a type other than i64 and i32, or
+    /// other numbers.
+    pub fn indices(&mut self, name: &str, shape: [usize; 2], end: usize) -> Result<Tensor<2, Int>> {
+        let to_device = |numbers: Vec<i32>, device: &Device| {
+            Tensor::from_data(TensorData::new(numbers, shape), (device, DType::I32))
+        };
+        if self.is_outline() {
+            self.list(name, &shape, DType::I64)?;
+            return Ok(Tensor::zeros(shape, (&self.device, DType::I32)));
+        }
+        let entry = self.take(name, &shape)?;
+        let (bytes, dtype) = (entry.bytes()?, entry.tensor.dtype);
+        let numbers: Vec<i64> = match dtype {
+            DType::I64 => bytes.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect(),
+            DType::I32 => {
+                bytes.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect()
+            }
+            other => return Err(entry.flawed(format!("has type {other:?}, but must be I64"))),
+        };
+        let within = |number: &i64| usize::try_from(*number).is_ok_and(|number| number < end);
+        if let Some((index, number)) = numbers.iter().enumerate().find(|(_, n)| !within(n)) {
+            let why = format!("holds {number} at element {index}, but must be in 0..{end}");
+            return Err(entry.flawed(why));
+        }
+        self.watcher.read(entry.in_file());
+        Ok(to_device(numbers.into_iter().map(|number| number as i32).collect(), &self.device))
+    }
+
+    /// Takes a matrix by its full name, which need not end in `.weight`.
+    ///
+    /// # Errors
+    /// Fails as [`linear`](Self::linear) does.
+    pub fn table(&mut self, name: &str, [rows, columns]: [usize; 2]) -> Result<Matrix> {
+        self.matrix(&[(name.into(), rows)], columns)
     }
 
     /// Takes a vector to the host in f32, whatever the type of the model.

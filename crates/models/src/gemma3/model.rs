@@ -99,7 +99,7 @@ impl DecoderLayer for Layer {
         vec![&mut self.qkv, &mut self.output, &mut self.mlp.gate_up, &mut self.mlp.down]
     }
 
-    fn final_norm(width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
         source.norm_plus_one(Self::NORM, width)
     }
 }

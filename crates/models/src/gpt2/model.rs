@@ -84,4 +84,8 @@ impl DecoderLayer for Layer {
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![&mut self.qkv, &mut self.output, &mut self.up, &mut self.down]
     }
+
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<LayerNorm> {
+        source.norm(Self::NORM, width)
+    }
 }

@@ -2,14 +2,14 @@
 
 use burn::{
     module::Module,
-    tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation},
+    tensor::{Int, Tensor, activation},
 };
 
 use super::config::{ALPHA, Config};
 use crate::{
     checkpoint::{ExpertRows, Exports, RowOrder, Weights},
     error::Result,
-    nn::{ExpertStack, Linear},
+    nn::{ExpertStack, Linear, Routed},
 };
 
 /// The experts of a layer, and the router that selects some for every token.
@@ -86,8 +86,14 @@ impl Experts {
         let weights = activation::softmax(scores.gather(1, picked.clone()), 1);
         let output = match self.stacks_for(&x).filter(|_| on_device || n <= FEW) {
             Some(stacks) => self.stacked(stacks, x, &picked, weights),
-            None if on_device => self.all(x, picked, weights),
-            None => self.picked(x, picked, weights),
+            None => {
+                let (routed, n_experts) = (Routed { picked, weights }, self.experts.len());
+                let expert = |i: usize, x| self.experts[i].forward(x, self.limit);
+                match on_device {
+                    true => routed.sum_all(x, n_experts, expert),
+                    false => routed.sum_picked(x, n_experts, expert),
+                }
+            }
         };
         output.reshape([batch, seq, hidden])
     }
@@ -118,43 +124,6 @@ impl Experts {
         let gate_up = stacks.gate_up.project(x.swap_dims(0, 1), picked);
         let y = stacks.down.project(gated(gate_up, self.limit), picked); // [n, per_token, hidden]
         (y * weights.unsqueeze_dim::<3>(2)).sum_dim(1)
-    }
-
-    /// Applies all experts to all tokens. `picked` and `weights` are `[n, per_token]`.
-    fn all(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
-        let mut output = x.zeros_like();
-        for (number, expert) in self.experts.iter().enumerate() {
-            let others = picked.clone().not_equal_elem(number as i64);
-            let weight = weights.clone().mask_fill(others, 0.0).sum_dim(1); // [n, 1]
-            output = output + expert.forward(x.clone(), self.limit) * weight.unsqueeze();
-        }
-        output
-    }
-
-    fn picked(&self, x: Tensor<3>, picked: Tensor<2, Int>, weights: Tensor<2>) -> Tensor<3> {
-        let (device, n) = (x.device(), x.dims()[1]);
-        let weights = weights.reshape([1, n * self.per_token, 1]);
-        // The positions in `[n, per_token]` at which each expert is selected.
-        let mut picks = vec![vec![]; self.experts.len()];
-        for (pick, number) in picked.into_data().iter::<i64>().enumerate() {
-            picks[number as usize].push(pick as i64);
-        }
-        let mut output = x.zeros_like();
-        for (expert, picks) in self.experts.iter().zip(picks) {
-            if picks.is_empty() {
-                continue;
-            }
-            let tokens: Vec<_> = picks.iter().map(|p| p / self.per_token as i64).collect();
-            let ids = |ids: Vec<i64>| {
-                let len = ids.len();
-                Tensor::<1, Int>::from_data(TensorData::new(ids, [len]), &device)
-            };
-            let (tokens, picks) = (ids(tokens), ids(picks));
-            let y = expert.forward(x.clone().select(1, tokens.clone()), self.limit);
-            let y = y * weights.clone().select(1, picks);
-            output = output.select_assign(1, tokens, y, IndexingUpdateOp::Add);
-        }
-        output
     }
 }
 

@@ -98,4 +98,8 @@ impl DecoderLayer for Layer {
     fn captures(&self) -> bool {
         self.experts.picks_on_device()
     }
+
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
+        source.norm(Self::NORM, width)
+    }
 }

@@ -99,4 +99,8 @@ impl DecoderLayer for Layer {
     fn projections(&mut self) -> Vec<&mut Linear> {
         vec![&mut self.qkv, &mut self.output, &mut self.mlp.gate_up, &mut self.mlp.down]
     }
+
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
+        source.norm(Self::NORM, width)
+    }
 }

@@ -1,13 +1,19 @@
 //! Attention heads and the memory of their keys and values.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
-use burn::tensor::{DType, Tensor};
-use kv_cubecl::{AttentionOptions, KvMemory, RopeTable};
+use burn::tensor::{DType, Int, Tensor};
+use kv_cubecl::{
+    AttentionOptions, KvMemory, RopeTable,
+    sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory},
+};
 use tracing::trace_span;
 
 use super::rope::RopeRows;
-use crate::{error::Result, spans::OPERATION};
+use crate::{
+    error::{Error, Result},
+    spans::OPERATION,
+};
 
 /// The inputs and the output of one layer's attention.
 #[derive(Clone, Debug)]
@@ -31,12 +37,95 @@ pub struct AttentionTrace {
 /// A callback that receives every layer's attention, first layer first.
 pub type AttentionObserver<'a> = dyn FnMut(AttentionTrace) + 'a;
 
-/// The memory of one layer's keys and values, and an optional observer of its attention.
+/// The memory of one layer's earlier tokens, and an optional observer of its attention.
 #[derive(Debug)]
 pub struct Memory<'a> {
-    kv: KvMemory<'a>,
+    stored: Stored<'a>,
     sink_logits: Option<Tensor<1>>,
     observer: Option<Observer<'a>>,
+}
+
+/// A layer's earlier tokens.
+#[derive(Debug)]
+enum Stored<'a> {
+    /// Keys and values.
+    Kv(KvMemory<'a>),
+    /// Rows of recent tokens and compressed entries.
+    Sparse(SparsePlace<'a>),
+}
+
+/// Where a layer of sparse attention finds earlier tokens.
+#[derive(Debug)]
+pub(crate) enum SparsePlace<'a> {
+    /// In the same pass, which computes whole sequences as a cache of this configuration would.
+    Parallel(SparseConfig),
+    /// In a cache, to which the pass appends its tokens.
+    Cached(&'a mut SparseCache),
+    /// In a cache, to which the pass appends these numbers of tokens.
+    Ragged(&'a mut SparseCache, &'a [usize]),
+    /// In a cache, to which the pass appends one token at a position on the device.
+    At(&'a mut SparseCache, &'a Tensor<1, Int>),
+}
+
+impl<'a> Stored<'a> {
+    fn kv(self) -> Result<KvMemory<'a>> {
+        match self {
+            Self::Kv(kv) => Ok(kv),
+            Self::Sparse(_) => {
+                let why = "the layer's memory holds rows and entries; use Memory::sparse";
+                Err(Error::unsupported("attention to keys and values", why))
+            }
+        }
+    }
+
+    fn applies_rope(&self) -> bool {
+        matches!(self, Self::Kv(kv) if kv.applies_rope())
+    }
+}
+
+/// Creates the error of an observer of a model with sparse attention.
+pub(crate) fn unobservable() -> Error {
+    let why = "observers receive keys and values, which sparse attention does not have";
+    Error::unsupported("observing this model's attention", why)
+}
+
+/// The entries and selections that the layers of one pass have computed, by layer. Later layers may
+/// attend to them.
+#[derive(Debug, Default)]
+pub struct SparseStates {
+    entries: BTreeMap<usize, Entries>,
+    selections: BTreeMap<usize, Selection>,
+}
+
+impl SparseStates {
+    /// Keeps the entries that layer `owner` has computed.
+    pub fn insert_entries(&mut self, owner: usize, entries: Entries) {
+        self.entries.insert(owner, entries);
+    }
+
+    /// Keeps the selection that layer `owner` has computed.
+    pub fn insert_selection(&mut self, owner: usize, selection: Selection) {
+        self.selections.insert(owner, selection);
+    }
+
+    /// Returns the entries of layer `owner`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Argument`] if the layer has computed none in this pass.
+    pub fn entries(&self, owner: usize) -> Result<&Entries> {
+        let rule = "must be a layer with entries, the layer itself or an earlier one";
+        self.entries.get(&owner).ok_or_else(|| Error::argument("owner of entries", owner, rule))
+    }
+
+    /// Returns the selection of layer `owner`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Argument`] if the layer has computed none in this pass.
+    pub fn selection(&self, owner: usize) -> Result<&Selection> {
+        let rule = "must be a layer with an indexer, the layer itself or an earlier one";
+        let found = self.selections.get(&owner);
+        found.ok_or_else(|| Error::argument("owner of the selection", owner, rule))
+    }
 }
 
 /// An [`AttentionObserver`] and its layer.
@@ -54,7 +143,13 @@ impl fmt::Debug for Observer<'_> {
 
 impl<'a> From<KvMemory<'a>> for Memory<'a> {
     fn from(kv: KvMemory<'a>) -> Self {
-        Self { kv, sink_logits: None, observer: None }
+        Self { stored: Stored::Kv(kv), sink_logits: None, observer: None }
+    }
+}
+
+impl<'a> From<SparsePlace<'a>> for Memory<'a> {
+    fn from(sparse: SparsePlace<'a>) -> Self {
+        Self { stored: Stored::Sparse(sparse), sink_logits: None, observer: None }
     }
 }
 
@@ -68,7 +163,7 @@ impl<'a> Memory<'a> {
 
     /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
     pub fn is_captured(&self) -> bool {
-        matches!(self.kv, KvMemory::At(..))
+        matches!(self.stored, Stored::Kv(KvMemory::At(..)) | Stored::Sparse(SparsePlace::At(..)))
     }
 
     /// Passes the attention of this layer to `observe`.
@@ -82,6 +177,31 @@ impl<'a> Memory<'a> {
         Self { observer: Some(Observer { layer, options, observe }), ..self }
     }
 
+    /// Returns the memory of a layer with sparse attention, for a pass of `seq` tokens.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for a layer whose [`LayerSpec`](crate::LayerSpec) has keys
+    /// and values, and with an observer, which receives keys and values. Fails for more tokens than
+    /// fit into the cache.
+    pub fn sparse(self, seq: usize) -> Result<SparseMemory<'a>> {
+        let Stored::Sparse(place) = self.stored else {
+            let why = "the layer's memory holds keys and values; set sparse in its LayerSpec";
+            return Err(Error::unsupported("sparse attention", why));
+        };
+        if self.observer.is_some() {
+            return Err(unobservable());
+        }
+        Ok(match place {
+            SparsePlace::Parallel(config) => SparseMemory::parallel(config),
+            SparsePlace::Cached(cache) => {
+                let added = vec![seq; cache.lens().len()];
+                SparseMemory::cached(cache, &added)?
+            }
+            SparsePlace::Ragged(cache, tokens) => SparseMemory::cached(cache, tokens)?,
+            SparsePlace::At(cache, position) => SparseMemory::at(cache, position),
+        })
+    }
+
     /// Attends causally to the tokens in memory and to the new ones.
     ///
     /// # Shapes
@@ -91,10 +211,11 @@ impl<'a> Memory<'a> {
     ///
     /// # Errors
     /// Fails as the cache does, if its configuration does not fit the head or its capacity is
-    /// exceeded.
+    /// exceeded, and for a layer with sparse attention.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         let _span = trace_span!(target: OPERATION, "attend").entered();
-        let Self { kv, sink_logits, observer } = self;
+        let Self { stored, sink_logits, observer } = self;
+        let kv = stored.kv()?;
         let Some(Observer { layer, options, observe }) = observer else {
             return Ok(kv.attend_with_sinks(q, k, v, sink_logits)?.output);
         };
@@ -108,7 +229,7 @@ impl<'a> Memory<'a> {
     /// Returns the table for [`attend_with_rope`](Self::attend_with_rope) if that serves queries
     /// and keys of `dtype`.
     pub(crate) fn rope_table<'r>(&self, rope: &'r RopeRows, dtype: DType) -> Option<&'r RopeTable> {
-        let applies = self.observer.is_none() && self.kv.applies_rope() && dtype == DType::F32;
+        let applies = self.observer.is_none() && self.stored.applies_rope() && dtype == DType::F32;
         rope.table().filter(|_| applies)
     }
 
@@ -122,6 +243,7 @@ impl<'a> Memory<'a> {
         rope_table: &RopeTable,
     ) -> Result<Tensor<4>> {
         let _span = trace_span!(target: OPERATION, "attend").entered();
-        Ok(self.kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
+        let kv = self.stored.kv()?;
+        Ok(kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
     }
 }

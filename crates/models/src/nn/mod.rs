@@ -16,9 +16,11 @@ mod project;
 #[cfg(feature = "flex")]
 mod rms;
 mod rope;
+mod routed;
 mod rows;
 
-pub use attention::{AttentionObserver, AttentionTrace, Memory};
+pub use attention::{AttentionObserver, AttentionTrace, Memory, SparseStates};
+pub(crate) use attention::{SparsePlace, unobservable};
 pub use expert_stack::ExpertStack;
 pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;
@@ -27,4 +29,5 @@ pub use mlp::{GatedMlp, Gating, in_f32};
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
 pub use project::project;
 pub use rope::{Rope, RopeRows, RopeScaling};
+pub use routed::Routed;
 pub use rows::by_rows;

@@ -4,7 +4,9 @@ use core::f64::consts::TAU;
 use std::sync::{Arc, OnceLock};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_cubecl::RopeTable;
+use kv_cubecl::{RopeTable, sparse::rope_pairs};
+
+use crate::error::{Error, Result};
 
 /// The deviation of a model's rope frequencies from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, PartialEq)]
@@ -155,7 +157,8 @@ impl Rope {
     /// Returns the rows of positions `start..start + seq`, computed once for all layers. `context`
     /// is the largest number of positions and selects the frequencies of [`RopeScaling::LongRope`].
     pub fn rows(&self, start: usize, seq: usize, context: usize, device: &Device) -> RopeRows {
-        RopeRows::range(&self.table(start, seq, context, device), 0, seq)
+        let rows = RopeRows::range(&self.table(start, seq, context, device), 0, seq);
+        RopeRows { from_first: start == 0, ..rows }
     }
 
     /// Returns the table of positions `start..start + seq`. A cache computes it once for its
@@ -239,6 +242,8 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
 #[derive(Clone, Debug)]
 pub struct RopeRows {
     table: RopeTable,
+    /// `true` if the table's first row belongs to the first token of a sequence.
+    from_first: bool,
     selection: Selection,
     /// Cosines and sines of the tokens, `[1 or batch, 1, seq, rotary_dim / 2]`. They are taken from
     /// the table on first use, once for all layers.
@@ -258,7 +263,7 @@ enum Selection {
 
 impl RopeRows {
     fn new(table: &RopeTable, selection: Selection) -> Self {
-        Self { table: table.clone(), selection, rows: Arc::default() }
+        Self { table: table.clone(), from_first: true, selection, rows: Arc::default() }
     }
 
     /// Returns the rows of `seq` positions from `start` on.
@@ -277,6 +282,21 @@ impl RopeRows {
         match self.selection {
             Selection::Range(_, 1) | Selection::Positions(_, 1) => Some(&self.table),
             _ => None,
+        }
+    }
+
+    /// Returns the table of all positions from the first token of a sequence to the newest one, or
+    /// beyond. Entries of compressed tokens have the rope of earlier tokens.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for rows that were computed for later tokens only.
+    pub fn all_positions(&self) -> Result<&RopeTable> {
+        match self.from_first {
+            true => Ok(&self.table),
+            false => {
+                let why = "a pass on a device with autodiff has the rope of its own tokens only";
+                Err(Error::unsupported("compression of tokens in a cache", why))
+            }
         }
     }
 
@@ -332,5 +352,27 @@ impl RopeRows {
             parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
         }
         Tensor::cat(parts, 3)
+    }
+
+    /// Rotates the last channels in neighboring pairs, as DeepSeek orders them, in f32.
+    ///
+    /// # Shapes
+    /// - x: `[batch, heads, seq, head_dim]`, with at least rotary_dim channels
+    /// - output: the same, in the type of x
+    pub fn apply_pairs(&self, x: Tensor<4>) -> Tensor<4> {
+        self.pairs(x, false)
+    }
+
+    /// Undoes [`apply_pairs`](Self::apply_pairs).
+    pub fn undo_pairs(&self, x: Tensor<4>) -> Tensor<4> {
+        self.pairs(x, true)
+    }
+
+    fn pairs(&self, x: Tensor<4>, undo: bool) -> Tensor<4> {
+        let _span = tracing::trace_span!(target: crate::spans::OPERATION, "rope").entered();
+        let dtype = x.dtype();
+        let [cos, sin] = self.cos_sin().map(|table| table.cast(DType::F32));
+        let sin = if undo { sin.neg() } else { sin };
+        rope_pairs(x.cast(DType::F32), cos, sin).cast(dtype)
     }
 }

@@ -210,7 +210,7 @@ pub fn write_weights(path: &Path, exports: Exports, dtype: DType) -> Result<Name
     let failure = RefCell::new(None);
     let failure = &failure;
     let views = exports.into_tensors().into_iter().map(|Export { name, values }| {
-        let shape = values.shape();
+        let (shape, dtype) = (values.shape(), values.stored_as(dtype));
         (name.clone(), Weight { name, values, shape, dtype, path, failure })
     });
     let file = stage(path).map_err(failed(path))?;
@@ -249,10 +249,13 @@ impl Weight<'_> {
     }
 }
 
-/// Returns the bytes of floats in this type, little-endian.
+/// Returns the bytes of numbers in this type, little-endian.
 fn rounded(values: &Values, dtype: DType, path: &Path, name: &str) -> Result<Vec<u8>> {
     let wrong = |why| Error::Tensor { path: path.into(), tensor: name.into(), why };
     let data = values.data().map_err(wrong)?;
+    if dtype == DType::I64 {
+        return Ok(data.iter::<i64>().flat_map(i64::to_le_bytes).collect());
+    }
     with_float!(
         dtype,
         T => {
@@ -272,6 +275,7 @@ impl View for Weight<'_> {
         match self.dtype {
             DType::F16 => Dtype::F16,
             DType::BF16 => Dtype::BF16,
+            DType::I64 => Dtype::I64,
             _ => Dtype::F32,
         }
     }

@@ -206,9 +206,10 @@ fn write_plan(
         .iter()
         .map(|planned| match planned {
             Planned::Floats(name, values) => {
-                let kind = match dtype {
+                let kind = match values.stored_as(dtype) {
                     DType::F16 => Dtype::F16,
                     DType::BF16 => Dtype::BF16,
+                    DType::I64 => Dtype::I64,
                     _ => Dtype::F32,
                 };
                 vec![file.add(name.clone(), kind, values.shape())]
@@ -221,6 +222,7 @@ fn write_plan(
         match planned {
             Planned::Floats(name, values) => {
                 options.check_stop()?;
+                let dtype = values.stored_as(dtype);
                 file.write(ids[0], 0, &rounded(values, dtype, path, name)?)?;
             }
             Planned::Quantized(export) => export.write(&mut file, &ids, options, path)?,

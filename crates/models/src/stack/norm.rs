@@ -1,4 +1,4 @@
-//! [`FinalNorm`]: the norms that a decoder can have.
+//! [`FinalNorm`] and [`ChannelNorm`]: the norms that a decoder can have.
 
 use std::fmt::Debug;
 
@@ -13,22 +13,13 @@ use crate::{
     nn::{LayerNorm, Matrix, RmsNorm},
 };
 
-/// A norm over the channels of the residual stream. [`DecoderStack`](super::DecoderStack) applies
-/// one after the last layer.
+/// The norm that [`DecoderStack`](super::DecoderStack) applies after the last layer. It turns what
+/// the layers pass on into hidden states.
 pub trait FinalNorm: Module + ModuleDisplay + Debug + Send + Sync + 'static {
-    /// Creates the norm over `width` channels with gains of 1.
-    fn new(width: usize, epsilon: f64, device: &Device) -> Self;
-
-    /// Takes the norm `name` over `width` channels out of a checkpoint.
-    ///
-    /// # Errors
-    /// Fails as [`Weights::linear`] does.
-    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self>;
-
     /// Adds the norm to the tensors of a checkpoint.
     fn export(&self, name: &str, exports: &mut Exports);
 
-    /// Normalizes hidden states, `[batch, seq, hidden]`.
+    /// Normalizes the states after the last layer, and returns `[batch, seq, hidden]`.
     fn normalize(&self, x: Tensor<3>) -> Tensor<3>;
 
     /// Multiplies the normalized states with the rows of `head`, in one launch where possible.
@@ -37,7 +28,19 @@ pub trait FinalNorm: Module + ModuleDisplay + Debug + Send + Sync + 'static {
     }
 }
 
-impl FinalNorm for RmsNorm {
+/// A norm over the channels of the residual stream that its width alone describes.
+pub trait ChannelNorm: FinalNorm {
+    /// Creates the norm over `width` channels with gains of 1.
+    fn new(width: usize, epsilon: f64, device: &Device) -> Self;
+
+    /// Takes the norm `name` over `width` channels out of a checkpoint.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self>;
+}
+
+impl ChannelNorm for RmsNorm {
     fn new(width: usize, epsilon: f64, device: &Device) -> Self {
         Self::new(width, epsilon, device)
     }
@@ -45,7 +48,9 @@ impl FinalNorm for RmsNorm {
     fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
         weights.rms_norm(name, width, epsilon)
     }
+}
 
+impl FinalNorm for RmsNorm {
     fn export(&self, name: &str, exports: &mut Exports) {
         exports.rms_norm(name, self);
     }
@@ -59,7 +64,7 @@ impl FinalNorm for RmsNorm {
     }
 }
 
-impl FinalNorm for LayerNorm {
+impl ChannelNorm for LayerNorm {
     fn new(width: usize, epsilon: f64, device: &Device) -> Self {
         Self::new(width, epsilon, device)
     }
@@ -67,7 +72,9 @@ impl FinalNorm for LayerNorm {
     fn import(name: &str, width: usize, epsilon: f64, weights: &mut Weights) -> Result<Self> {
         weights.layer_norm(name, width, epsilon)
     }
+}
 
+impl FinalNorm for LayerNorm {
     fn export(&self, name: &str, exports: &mut Exports) {
         exports.layer_norm(name, self);
     }

@@ -1,13 +1,16 @@
 //! The parts of a layer by name: [`LayerSource`] builds them, [`LayerVisitor`] visits them.
 
-use burn::{module::Module, tensor::Device};
+use burn::{
+    module::{Module, Param},
+    tensor::{DType, Device, Int, Tensor, TensorData},
+};
 
-use super::norm::FinalNorm;
+use super::norm::{ChannelNorm, FinalNorm};
 use crate::{
     checkpoint::{Exports, Weights},
     decoder::{Role, Roles},
     error::{Error, Result},
-    nn::{Linear, QkNorms, RmsNorm, init},
+    nn::{Linear, Matrix, QkNorms, RmsNorm, init},
 };
 
 /// The source of a layer's parts: a checkpoint, or random numbers.
@@ -16,6 +19,8 @@ pub struct LayerSource<'a> {
     origin: Origin<'a>,
     /// The start of the names of the layer's tensors.
     pub(super) prefix: String,
+    /// The number of the layer.
+    pub(super) index: usize,
     epsilon: f64,
     n_layers: usize,
 }
@@ -28,11 +33,17 @@ enum Origin<'a> {
 
 impl<'a> LayerSource<'a> {
     pub(super) fn checkpoint(weights: &'a mut Weights, prefix: String, epsilon: f64) -> Self {
-        Self { origin: Origin::Checkpoint(weights), prefix, epsilon, n_layers: 1 }
+        Self { origin: Origin::Checkpoint(weights), prefix, index: 0, epsilon, n_layers: 1 }
     }
 
     pub(super) fn random(device: &'a Device, epsilon: f64, n_layers: usize) -> Self {
-        Self { origin: Origin::Random(device), prefix: String::new(), epsilon, n_layers }
+        let origin = Origin::Random(device);
+        Self { origin, prefix: String::new(), index: 0, epsilon, n_layers }
+    }
+
+    /// Returns the number of the layer, counted from 0.
+    pub fn index(&self) -> usize {
+        self.index
     }
 
     /// Returns the full name of a part of the layer.
@@ -114,11 +125,60 @@ impl<'a> LayerSource<'a> {
         }
     }
 
+    /// Builds a vector of `len` numbers. Without a checkpoint they are `fill`.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn vector(&mut self, name: &str, len: usize, fill: f32) -> Result<Param<Tensor<1>>> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.parameter(&name, len),
+            Origin::Random(device) => Ok(Param::from_tensor(Tensor::full([len], fill, *device))),
+        }
+    }
+
+    /// Builds a matrix whose name need not end in `.weight`. Random weights have variance
+    /// `gain^2 / columns`.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn table(&mut self, name: &str, shape: [usize; 2], gain: f64) -> Result<Matrix> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.table(&name, shape),
+            Origin::Random(device) => Ok(init::normal(shape, gain, device)),
+        }
+    }
+
+    /// Builds a table of whole numbers from 0 up to, but not including, `end`, which is not a
+    /// parameter. Without a checkpoint, `number` returns the number at a row and a column.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::indices`] does.
+    pub fn indices(
+        &mut self,
+        name: &str,
+        shape @ [rows, columns]: [usize; 2],
+        end: usize,
+        number: impl Fn(usize, usize) -> usize,
+    ) -> Result<Tensor<2, Int>> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.indices(&name, shape, end),
+            Origin::Random(device) => {
+                let at = |row| (0..columns).map(move |column| (row, column));
+                let numbers = (0..rows).flat_map(at).map(|(i, j)| number(i, j) as i32);
+                let numbers = TensorData::new(numbers.collect::<Vec<_>>(), shape);
+                Ok(Tensor::from_data(numbers, (*device, DType::I32)))
+            }
+        }
+    }
+
     /// Builds a norm over `width` channels.
     ///
     /// # Errors
     /// Fails as [`Weights::linear`] does.
-    pub fn norm<N: FinalNorm>(&mut self, name: &str, width: usize) -> Result<N> {
+    pub fn norm<N: ChannelNorm>(&mut self, name: &str, width: usize) -> Result<N> {
         let name = self.name(name);
         match &mut self.origin {
             Origin::Checkpoint(weights) => N::import(&name, width, self.epsilon, weights),
@@ -191,6 +251,20 @@ impl<'a> LayerVisitor<'a> {
     pub(crate) fn conv1d(&mut self, role: Role, name: &str, module: &Linear) {
         self.part(role, module, |exports, prefix| {
             exports.conv1d(&format!("{prefix}{name}"), module);
+        });
+    }
+
+    /// Visits a vector.
+    pub fn vector(&mut self, role: Role, name: &str, vector: &Param<Tensor<1>>) {
+        self.part(role, vector, |exports, prefix| {
+            exports.parameter(&format!("{prefix}{name}"), vector);
+        });
+    }
+
+    /// Visits a matrix that is never quantized and whose name need not end in `.weight`.
+    pub fn table(&mut self, role: Role, name: &str, matrix: &Matrix) {
+        self.part(role, matrix, |exports, prefix| {
+            exports.table(&format!("{prefix}{name}"), matrix);
         });
     }
 

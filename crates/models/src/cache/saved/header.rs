@@ -1,8 +1,8 @@
 //! The metadata of a saved cache.
 
-use kv_cubecl::KvCacheConfig;
 use serde::{Deserialize, Serialize};
 
+use super::super::layer::LayerConfig;
 use crate::{
     cache_config::ModelCacheConfig,
     chat::Message,
@@ -12,8 +12,9 @@ use crate::{
     spec::{LayerSpec, ModelSpec},
 };
 
-/// The version that is written. Version 1, which has no checkpoints, is also read.
-pub(super) const VERSION: u32 = 2;
+/// The version that is written. Version 1, which has no checkpoints, and version 2, in which all
+/// layers have keys and values, are also read.
+pub(super) const VERSION: u32 = 3;
 
 /// The metadata of a saved cache, as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -77,7 +78,7 @@ pub(super) struct Layer {
     pub(super) sliding_window: Option<usize>,
     pub(super) rope: Option<usize>,
     /// The format of the cache. Its capacity is the number of saved tokens.
-    pub(super) cache: KvCacheConfig,
+    pub(super) cache: LayerConfig,
 }
 
 /// The identity of a rope.
@@ -140,8 +141,10 @@ impl Maker {
 
 impl Layer {
     /// Describes a layer with this cache.
-    pub(super) fn new(layer: &LayerSpec, cache: KvCacheConfig) -> Self {
-        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope } = *layer;
+    pub(super) fn new(layer: &LayerSpec, cache: LayerConfig) -> Self {
+        // The cache describes sparse attention.
+        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope, sparse: _ } =
+            *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
     }
@@ -149,12 +152,13 @@ impl Layer {
     /// Describes all layers of a model with caches of `config` for `tokens` tokens.
     pub(super) fn all(spec: &ModelSpec, config: &ModelCacheConfig, tokens: usize) -> Vec<Self> {
         let layers = spec.layers.iter().enumerate();
-        let cache = |i| config.layer(spec, i).with_capacity(tokens);
-        layers.map(|(i, layer)| Self::new(layer, cache(i))).collect()
+        let cache = |i: usize, layer: &LayerSpec| {
+            LayerConfig::new(layer, &config.layer(spec, i)).with_capacity(tokens)
+        };
+        layers.map(|(i, layer)| Self::new(layer, cache(i, layer))).collect()
     }
 
-    /// Returns the first field in which `other` differs, and both values. Caches are compared by
-    /// their names, which contain all that matters.
+    /// Returns the first field in which `other` differs, and both values.
     pub(super) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let text = |value: &dyn core::fmt::Debug| format!("{value:?}");
         let fields = |it: &Self| {
@@ -166,12 +170,11 @@ impl Layer {
                 ("softcap", text(&it.softcap)),
                 ("sliding_window", text(&it.sliding_window)),
                 ("rope", text(&it.rope)),
-                ("cache", it.cache.to_string()),
             ]
         };
         let pairs = fields(self).into_iter().zip(fields(other));
         let mut pairs = pairs.map(|((field, here), (_, there))| (field, here, there));
-        pairs.find(|(_, here, there)| here != there)
+        pairs.find(|(_, here, there)| here != there).or_else(|| self.cache.difference(&other.cache))
     }
 }
 

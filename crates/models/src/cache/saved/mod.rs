@@ -1,11 +1,14 @@
 //! Saves caches to files; a later program resumes without computing the text again.
 //!
-//! The file is in the format safetensors. It holds the packed words and float rows of every layer,
-//! `layers.N.keys`, `layers.N.values` and `layers.N.floats`, laid out as in [`CacheParts`] for a
-//! cache of the saved length; `tokens`, those of all sequences; `checkpoints.C.layers.N.PART`, the
-//! parts that layers had at shorter lengths, see [`PromptCache`]; and `checksums`, the CRC-32 of
-//! the file's header and of every other tensor, by name. The metadata `kv_cache` describe the model
-//! and the cache.
+//! The file is in the format safetensors. It holds the tensors of every layer, `layers.N.PART`,
+//! laid out as for a cache of the saved length; `tokens`, those of all sequences;
+//! `checkpoints.C.layers.N.PART`, the parts that layers had at shorter lengths, see
+//! [`PromptCache`]; and `checksums`, the CRC-32 of the file's header and of every other tensor, by
+//! name. The metadata `kv_cache` describe the model and the cache.
+//!
+//! A layer of keys and values has the parts `keys`, `values` and `floats`, as in
+//! [`CacheParts`](kv_cubecl::CacheParts). A layer of sparse attention has those of
+//! [`SparseCache::parts`](kv_cubecl::sparse::SparseCache::parts).
 //!
 //! A restored cache continues bit for bit, with any capacity. On another backend it has the same
 //! state, and that backend's rounding.
@@ -20,15 +23,15 @@ use std::{
     sync::Arc,
 };
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_cubecl::{CacheParts, KvCache, layout::CacheLayout};
+use burn::tensor::{DType, Device, TensorData};
 use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 
 use self::header::{Header, Layer, Maker, RopeMark, VERSION};
 use super::{
     ModelCache,
-    prompt::{Checkpoint, Checkpoints, PromptCache, kept, kept_shape},
+    layer::{LayerPlan, Part, PartName},
+    prompt::{Checkpoint, Checkpoints, PromptCache},
 };
 use crate::{
     cache_config::ModelCacheConfig,
@@ -164,18 +167,19 @@ impl SavedCache {
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (i, layer) in spec.layers.iter().enumerate() {
             let own = config.layer(spec, i);
-            let view = |part| tensors.tensor(&name(i, part)).map_err(|e| self.malformed(e));
-            let [keys, values, floats] = [view("keys")?, view("values")?, view("floats")?];
-            let parts = CacheParts {
-                keys: to_device(words(&keys), &device),
-                values: to_device(words(&values), &device),
-                floats: self.floats_on(&floats, &device)?,
-                lens: self.header.lens.clone(),
-            };
-            let shape = layer.cache_shape(self.tokens.len());
-            let cache = KvCache::from_parts(&own.with_capacity(n), shape, parts)
-                .map_err(|error| self.malformed(format!("layer {i}: {error}")))?;
-            let cache = cache.with_options(layer.options)?;
+            let plan = LayerPlan::new(layer, &own, self.tokens.len()).with_capacity(n);
+            let wrong = |error: Error| self.malformed(format!("layer {i}: {error}"));
+            let mut data = vec![];
+            for part in plan.parts().map_err(wrong)? {
+                let read =
+                    self.part(&tensors, &name(i, part.name), &part, &format!("layer {i}: "))?;
+                if !device.supports_dtype(read.dtype()) {
+                    let what = format!("floats of {:?} on {device:?}", read.dtype());
+                    return Err(Error::unsupported(what, "the device does not support the type"));
+                }
+                data.push(read);
+            }
+            let cache = plan.restore(self.header.lens.clone(), data, &device).map_err(wrong)?;
             layers.push(cache.resized(own.capacity)?);
         }
         Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
@@ -203,28 +207,10 @@ impl SavedCache {
         for (i, &len) in self.header.checkpoints.iter().enumerate() {
             let mut layers = vec![];
             for (n, layer) in cache.layers().iter().enumerate() {
-                let (config, shape) =
-                    (layer.layout().config().with_capacity(len), layer.layout().shape());
-                let layout = CacheLayout::new(&config, shape)?;
-                let part = |part: &&str| {
-                    let name = checkpoint_name(i, n, part);
-                    let view = tensors.tensor(&name).map_err(|error| self.malformed(error))?;
-                    let (data, expected) = match *part {
-                        "keys" => (words(&view), vec![layout.sides().keys.words(layout.slices())]),
-                        "values" => {
-                            (words(&view), vec![layout.sides().values.words(layout.slices())])
-                        }
-                        _ => (self.floats(&view)?, kept_shape(&layout).to_vec()),
-                    };
-                    let dtype = if *part == "floats" { config.float.dtype() } else { DType::U32 };
-                    match data.shape()[..] == expected[..] && data.dtype() == dtype {
-                        true => Ok(data),
-                        false => {
-                            Err(self.malformed(format!("{name} is not {dtype:?} of {expected:?}")))
-                        }
-                    }
-                };
-                layers.push(kept(&config).iter().map(part).collect::<Result<_>>()?);
+                let kept = layer.plan().with_capacity(len).kept()?;
+                let read =
+                    |part: &Part| self.part(&tensors, &checkpoint_name(i, n, part.name), part, "");
+                layers.push(kept.iter().map(read).collect::<Result<_>>()?);
             }
             checkpoints.push(Checkpoint { len, layers });
         }
@@ -294,38 +280,32 @@ impl SavedCache {
         malformed(&self.path, why)
     }
 
-    fn floats_on(&self, view: &TensorView<'_>, device: &Device) -> Result<Tensor<4>> {
-        let data = self.floats(view)?;
-        if data.shape().len() != 4 {
-            return Err(self.malformed(format!("floats have shape {:?}", view.shape())));
-        }
-        if !device.supports_dtype(data.dtype()) {
-            let what = format!("floats of {:?} on {device:?}", data.dtype());
-            return Err(Error::unsupported(what, "the device does not support the type"));
-        }
-        let dtype = data.dtype();
-        Ok(Tensor::from_data(data, (device, dtype)))
-    }
-
-    fn floats(&self, view: &TensorView<'_>) -> Result<TensorData> {
+    /// Reads a tensor that must have the type and the shape of `part`. `place` begins the message
+    /// of an error.
+    fn part(
+        &self,
+        tensors: &SafeTensors<'_>,
+        name: &str,
+        part: &Part,
+        place: &str,
+    ) -> Result<TensorData> {
+        let view = tensors.tensor(name).map_err(|error| self.malformed(error))?;
         let dtype = match view.dtype() {
+            Dtype::U32 => DType::U32,
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
             Dtype::BF16 => DType::BF16,
-            other => return Err(self.malformed(format!("floats are {other:?}"))),
+            other => return Err(self.malformed(format!("{place}{name} has type {other:?}"))),
         };
-        Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
+        let Part { dtype: expected, shape, .. } = part;
+        if (dtype, view.shape()) != (*expected, &shape[..]) {
+            let found = format!("{dtype:?} of shape {:?}", view.shape());
+            let why =
+                format!("{place}{name} is {found}, and must be {expected:?} of shape {shape:?}");
+            return Err(self.malformed(why));
+        }
+        Ok(TensorData::from_bytes_vec(view.data().to_vec(), shape.clone(), dtype))
     }
-}
-
-fn words(view: &TensorView<'_>) -> TensorData {
-    let data = view.data().to_vec();
-    let shape = [data.len() / size_of::<u32>()];
-    TensorData::from_bytes_vec(data, shape, DType::U32)
-}
-
-fn to_device(words: TensorData, device: &Device) -> Tensor<1, Int> {
-    Tensor::from_data(words, (device, DType::U32))
 }
 
 fn malformed(path: &Path, why: impl ToString) -> Error {
@@ -352,23 +332,27 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     if !checkpoints.is_empty() && !valid {
         return Err(wrong(format!("it has checkpoints at {checkpoints:?} of {lens:?} tokens")));
     }
-    let mut expected: Vec<String> = (0..layers.len())
-        .flat_map(|i| ["keys", "values", "floats"].map(|part| name(i, part)))
-        .chain([TOKENS.to_string(), CHECKSUMS.to_string()])
-        .collect();
-    for checkpoint in 0..checkpoints.len() {
-        for (i, layer) in layers.iter().enumerate() {
-            let parts = kept(&layer.cache).iter();
-            expected.extend(parts.map(|part| checkpoint_name(checkpoint, i, part)));
+    // The names of all tensors, and whether each is a list of words.
+    let mut expected = vec![(TOKENS.to_string(), true), (CHECKSUMS.to_string(), true)];
+    for (i, layer) in layers.iter().enumerate() {
+        let of_layer = |error: Error| wrong(format!("layer {i}: {error}"));
+        let parts = layer.cache.names().map_err(of_layer)?.into_iter();
+        expected.extend(parts.map(|PartName { name: part, words }| (name(i, part), words)));
+        let kept = layer.cache.kept_names().map_err(of_layer)?;
+        for checkpoint in 0..checkpoints.len() {
+            let parts = kept.iter();
+            expected.extend(parts.map(|PartName { name: part, words }| {
+                (checkpoint_name(checkpoint, i, part), *words)
+            }));
         }
     }
     let mut found: Vec<&str> = tensors.names();
     expected.sort_unstable();
     found.sort_unstable();
-    if found != expected {
+    if !found.iter().eq(expected.iter().map(|(name, _)| name)) {
         return Err(wrong(format!("its tensors do not match {} layers", layers.len())));
     }
-    for name in expected.iter().filter(|name| !name.ends_with(".floats")) {
+    for (name, _) in expected.iter().filter(|(_, words)| *words) {
         let of_words =
             tensors.tensor(name).is_ok_and(|it| it.dtype() == Dtype::U32 && it.shape().len() == 1);
         if !of_words {
@@ -383,8 +367,8 @@ fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
         return Err(wrong(format!("it has {n} tokens for sequences of {lens:?}")));
     }
     let longest = lens.iter().copied().max().unwrap_or(0).max(1);
-    if let Some(layer) = layers.iter().find(|layer| layer.cache.capacity != longest) {
-        let room = layer.cache.capacity;
+    if let Some(layer) = layers.iter().find(|layer| layer.cache.capacity() != longest) {
+        let room = layer.cache.capacity();
         return Err(wrong(format!("a layer has capacity {room} for {longest} saved tokens")));
     }
     if let Some(token) = tokens.iter().find(|&&token| token as usize >= model.vocab_size) {

@@ -3,13 +3,13 @@
 use std::{collections::BTreeMap, fs, io, path::Path};
 
 use burn::tensor::{DType, TensorData};
-use kv_cubecl::{CacheParts, layout::CacheLayout};
 use safetensors::Dtype;
 
 use super::{
     super::{
         ModelCache,
-        prompt::{Checkpoint, PromptCache, kept},
+        layer::Part,
+        prompt::{Checkpoint, PromptCache},
     },
     CHECKSUMS, KEY, SavedAs, TOKENS,
     header::{Header, Layer, Maker, RopeMark, VERSION},
@@ -63,11 +63,11 @@ impl ModelCache {
         let mut kept_data = vec![];
         for (i, checkpoint) in checkpoints.iter().enumerate() {
             for (n, (layer, data)) in self.layers.iter().zip(&checkpoint.layers).enumerate() {
-                for (part, data) in kept(layer.layout().config()).iter().zip(data) {
-                    let dtype = dtype_of(data.dtype());
-                    listed.push((super::checkpoint_name(i, n, part), dtype, data.shape().to_vec()));
-                    kept_data.push(data);
-                }
+                let kept = layer.plan().with_capacity(checkpoint.len).kept()?;
+                listed.extend(kept.into_iter().map(|Part { name, dtype, shape }| {
+                    (super::checkpoint_name(i, n, name), dtype_of(dtype), shape)
+                }));
+                kept_data.extend(data);
             }
         }
 
@@ -75,14 +75,11 @@ impl ModelCache {
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.into());
         let mut file = CheckedFile::create(&target, path, header, &listed)?;
         let n = self.len().max(1);
-        for (i, layer) in self.layers.iter().enumerate() {
-            let CacheParts { keys, values, floats, .. } = layer.resized(n)?.into_parts();
-            let parts = [keys.try_into_data(), values.try_into_data(), floats.try_into_data()];
-            for (part, data) in parts.into_iter().enumerate() {
-                let data = data.map_err(|error| {
-                    Error::argument("cache", error.to_string(), "must be readable")
-                })?;
-                file.put(3 * i + part, &data)?;
+        let mut place = 0;
+        for layer in &self.layers {
+            for data in layer.resized(n)?.into_data()? {
+                file.put(place, &data)?;
+                place += 1;
             }
         }
         file.put(n_whole - 1, &TensorData::new(tokens.clone(), [tokens.len()]))?;
@@ -100,13 +97,14 @@ impl ModelCache {
         checkpoints: &[Checkpoint],
     ) -> Result<String> {
         let (spec, batch) = (model.spec(), self.batch());
-        let shapes = spec.layers.iter().map(|layer| layer.cache_shape(batch));
-        if !self.layers.iter().map(|layer| layer.layout().shape()).eq(shapes) {
+        let n_layers = (self.layers.len(), spec.layers.len());
+        let mut pairs = self.layers.iter().zip(&spec.layers);
+        if n_layers.0 != n_layers.1 || !pairs.all(|(cache, layer)| cache.fits(layer, batch)) {
             let rule = "its layers differ from those of the cache";
             return Err(Error::argument("model", name, rule));
         }
         let n = self.len().max(1);
-        let caches = self.layers.iter().map(|layer| layer.layout().config().with_capacity(n));
+        let caches = self.layers.iter().map(|layer| layer.plan().config.with_capacity(n));
         let layers = spec.layers.iter().zip(caches);
         let header = Header {
             version: VERSION,
@@ -126,15 +124,12 @@ impl ModelCache {
     fn listed(&self, n_tokens: usize) -> Result<Vec<Listed>> {
         let mut listed = vec![];
         for (i, layer) in self.layers.iter().enumerate() {
-            let config = layer.layout().config().with_capacity(self.len().max(1));
-            let layout = CacheLayout::new(&config, layer.layout().shape())?;
-            let words = layout.sides().map(|side| side.words(layout.slices()));
-            let float = dtype_of(config.float.dtype());
-            listed.extend([
-                (super::name(i, "keys"), Dtype::U32, vec![words.keys]),
-                (super::name(i, "values"), Dtype::U32, vec![words.values]),
-                (super::name(i, "floats"), float, layout.float_shape().to_vec()),
-            ]);
+            let parts = layer.plan().with_capacity(self.len().max(1)).parts()?;
+            listed.extend(
+                parts.into_iter().map(|Part { name, dtype, shape }| {
+                    (super::name(i, name), dtype_of(dtype), shape)
+                }),
+            );
         }
         listed.push((TOKENS.into(), Dtype::U32, vec![n_tokens]));
         Ok(listed)

@@ -14,7 +14,10 @@ use kv_weights::{Activations, Fused, PackedMatrix};
 use self::packed::Packed;
 pub(crate) use self::{module::PACKED, packed::PackedSize};
 use super::{low_rank::LowRank, norm::RmsNorm, project::project};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    spans,
+};
 
 /// A matrix of weights, `[rows, columns]`. Its rows are multiplied, looked up, or both.
 ///
@@ -145,6 +148,16 @@ impl Matrix {
         match &self.0 {
             Stored::Dense(param) => project(x, param.val()),
             Stored::Packed(packed) => packed.project(&x),
+        }
+    }
+
+    /// Computes [`project`](Self::project) in f32, whatever the type of the matrix and of `x`.
+    pub fn project_in_f32(&self, x: Tensor<3>) -> Tensor<3> {
+        let _span = spans::reading(self.id());
+        let x = x.cast(DType::F32);
+        match self.dtype() {
+            DType::F32 => self.project(x),
+            _ => project(x, self.val().cast(DType::F32)),
         }
     }
 

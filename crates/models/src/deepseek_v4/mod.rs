@@ -1,0 +1,17 @@
+//! DeepSeek-V4 (2026): sparse attention to compressed entries, several residual streams and a
+//! mixture of experts.
+
+mod attention;
+mod compressor;
+mod config;
+mod experts;
+mod hyper;
+mod model;
+mod names;
+
+pub use attention::Attention;
+pub use compressor::{EntryCompressor, Indexer, KeyCompressor, Projections};
+pub use config::{Config, LayerKind};
+pub use experts::{Expert, Experts};
+pub use hyper::{HyperConnection, JoinedNorm, StreamWeights, sinkhorn};
+pub use model::{DeepseekV4, Layer};
