@@ -586,3 +586,35 @@ fn caches_of_another_policy_or_width_are_refused() {
     assert_contains(&error.to_string(), &["observing", "sparse attention"]);
     assert_eq!(cache.len(), 30);
 }
+
+/// Whole sequences, the last tokens one by one, and random partitions into calls.
+#[cfg(feature = "wgpu")]
+#[test]
+fn golden_logits_on_wgpu() {
+    use kv_models::kv_cubecl::{On, Wgpu};
+
+    let device = On::<Wgpu>::open().unwrap();
+    let rng = &mut Xoshiro256PlusPlus::seed_from_u64(3);
+    for folder in golden() {
+        let expected = expected(&folder, &device);
+        let model = load(&folder, &device).unwrap().model;
+        let largest = expected.logits.clone().abs().max().into_scalar::<f32>();
+        let check = |logits: Tensor<3>, first: usize, what: &str| {
+            let wanted = expected.logits.clone().narrow(1, first, logits.dims()[1]);
+            let worst = (logits - wanted).abs().max().into_scalar::<f32>() / largest;
+            assert!(worst <= TOLERANCE, "{}, {what}: {worst}", folder.display());
+        };
+        let [batch, seq] = expected.ids.dims();
+        check(model.forward(expected.ids.clone(), config("float", seq)).unwrap(), 0, "at once");
+        let steps = expected.decoded.as_ref().map_or(0, |decoded| decoded.dims()[1]);
+        let one_by_one = [vec![seq - steps], vec![1; steps]].concat();
+        for sizes in [one_by_one, partition(rng, seq), partition(rng, seq)] {
+            let mut cache = model.new_cache(config("float", seq), batch, &device).unwrap();
+            for size in &sizes {
+                let first = cache.len();
+                let ids = expected.ids.clone().narrow(1, first, *size);
+                check(model.step(ids, &mut cache).unwrap(), first, &format!("in {sizes:?}"));
+            }
+        }
+    }
+}
