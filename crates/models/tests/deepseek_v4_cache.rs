@@ -137,7 +137,6 @@ fn decoded_tokens_have_the_logits_of_the_fixtures() {
             let wanted = decoded.clone().narrow(1, t, 1);
             worst = worst.max((logits - wanted).abs().max().into_scalar::<f32>());
         }
-        println!("{}: {:e} of the largest logit", folder.display(), worst / golden.largest);
         assert!(worst <= TOLERANCE * golden.largest, "{}: {worst}", folder.display());
     }
 }
@@ -519,7 +518,6 @@ fn quantized_caches_approximate_the_float_cache() {
         let parallel = host(golden.model.forward(ids_on, policy).unwrap());
         let streamed = golden.one_by_one(name, 0, 120).concat();
         let (noise, difference) = (mean(&parallel, float), mean(&parallel, &streamed));
-        println!("{name}: noise {noise}, difference {difference}");
         assert!(noise > 1e-4 && difference < 0.2 * noise, "{name}: {difference} of {noise}");
     }
 }
@@ -578,6 +576,11 @@ fn caches_of_another_policy_or_width_are_refused() {
         fits.is_some() && lacks.is_none()
     });
     assert!(wide.is_none(), "{wide:?} is another case to test");
+    for name in ["kint8vint8-hadv", "kint8vint8-hadk"] {
+        let error = golden.model.new_cache(config(name, 60), 1, &device).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+        assert_contains(&error.to_string(), &[name, "layer 0", "sparse", "Hadamard"]);
+    }
     let error = golden.model.new_cache(config("float", 1 << 24), 64, &device).unwrap_err();
     assert_contains(&error.to_string(), &["capacity", "buffer of 2^32 elements"]);
     let ids = ids_to_tensor(&[1], [1, 1], &device);

@@ -21,6 +21,7 @@ use crate::{
 /// The cache of one layer of a model.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
+#[allow(clippy::large_enum_variant, reason = "most models have layers of one kind")]
 pub enum LayerCache {
     /// Keys and values.
     Kv(KvCache),

@@ -322,9 +322,18 @@ impl ModelCacheConfig {
         }
         for (i, layer) in spec.layers.iter().enumerate() {
             let (own, stored) = (self.own(i, n), self.layer(spec, i));
-            if layer.sparse.is_some() && layer.sliding_window.is_none() {
-                let rule = format!("layer {i} has sparse attention, which needs one");
-                return Err(Error::argument("sliding_window", "none", rule));
+            if layer.sparse.is_some() {
+                if layer.sliding_window.is_none() {
+                    let rule = format!("layer {i} has sparse attention, which needs one");
+                    return Err(Error::argument("sliding_window", "none", rule));
+                }
+                if own.hadamard_keys || own.hadamard_values {
+                    let why = format!(
+                        "layer {i} has sparse attention, which stores rows without a Hadamard \
+                         transform"
+                    );
+                    return Err(Error::unsupported(format!("the cache {own}"), why));
+                }
             }
             let fits =
                 own.validate(layer.head_dim).and_then(|()| match layer.sparse_config(&stored) {
