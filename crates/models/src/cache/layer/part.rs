@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cache) struct PartName {
     pub(in crate::cache) name: &'static str,
-    /// Whether it is a list of u32 words, and not rows of floats.
+    /// True for a list of u32 words, false for rows of floats.
     pub(in crate::cache) words: bool,
 }
 
