@@ -40,6 +40,7 @@ mod sparse_cache;
 #[cfg(feature = "autodiff")]
 mod sparse_gradients;
 mod sparse_recall;
+mod sparse_select;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;
