@@ -29,8 +29,8 @@ pub struct ModelSource {
 }
 
 impl ModelSource {
-    /// Where it lies on this machine, downloaded if need be. What is downloaded stays in the hub's
-    /// cache and is not downloaded again.
+    /// Returns the path of the model on this machine, after a download if necessary. Downloads stay
+    /// in the hub's cache.
     ///
     /// # Errors
     /// A name that is neither path nor id, a revision of a local path, a repository without weights

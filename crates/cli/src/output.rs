@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use kv_models::save::staged;
 
-/// Where people read.
+/// The stream that people read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Screen {
     /// Standard output.
@@ -36,7 +36,7 @@ impl Screen {
     /// Writes `text` at once. Whether there still is a reader.
     ///
     /// # Errors
-    /// What the system says, such as that the disk is full.
+    /// Fails with the error of the system, for example if the disk is full.
     pub fn print(self, text: impl Display) -> Result<bool> {
         let written = match self {
             Self::Out => write_all(&mut io::stdout().lock(), &text),
@@ -52,7 +52,7 @@ impl Screen {
     /// [`print`](Self::print) of `text` and the end of the line.
     ///
     /// # Errors
-    /// As [`print`](Self::print).
+    /// Fails as [`print`](Self::print) does.
     pub fn line(self, text: impl Display) -> Result<bool> {
         self.print(format_args!("{text}\n"))
     }
@@ -110,7 +110,7 @@ impl OutFile {
     /// Writes `content`.
     ///
     /// # Errors
-    /// What the system says. The file is then as it was.
+    /// Fails with the error of the system. The file is then unchanged.
     pub fn write(self, content: &[u8]) -> Result<()> {
         let Self { name, path, to } = self;
         let _whole = writing();

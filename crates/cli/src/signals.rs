@@ -18,7 +18,7 @@ pub fn exit_interrupted() -> ! {
 /// Has Ctrl-C and SIGTERM [end the program](exit_interrupted) from now on.
 ///
 /// # Errors
-/// What the system says.
+/// Fails with the error of the system.
 pub fn exit_on_interrupt() -> Result<()> {
     on_interrupt(|| exit_interrupted())
 }
@@ -27,7 +27,7 @@ pub fn exit_on_interrupt() -> Result<()> {
 /// nothing else.
 ///
 /// # Errors
-/// What the system says.
+/// Fails with the error of the system.
 #[cfg(unix)]
 pub fn on_interrupt(mut handler: impl FnMut() + Send + 'static) -> Result<()> {
     use signal_hook::{
@@ -43,7 +43,7 @@ pub fn on_interrupt(mut handler: impl FnMut() + Send + 'static) -> Result<()> {
 /// nothing else. On this system a signal sets a flag, which the thread polls.
 ///
 /// # Errors
-/// What the system says.
+/// Fails with the error of the system.
 #[cfg(not(unix))]
 pub fn on_interrupt(mut handler: impl FnMut() + Send + 'static) -> Result<()> {
     use std::{

@@ -86,7 +86,7 @@ pub fn layer_errors_of(
 /// Sets [`Run::layers`] of the quantized `runs` to the [`layer_errors`] over the first eval window.
 ///
 /// # Errors
-/// As [`layer_errors`].
+/// Fails as [`layer_errors`] does.
 pub fn measure_layers<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
@@ -109,7 +109,7 @@ pub fn measure_layers<T: Target>(
 /// As [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::Device`].
+/// Fails as [`quantize`] does, and with [`Error::Device`].
 pub fn side_error(
     input: Tensor<4>,
     granularity: Granularity,

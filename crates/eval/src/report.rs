@@ -254,7 +254,7 @@ impl Report {
     /// layer to `html`. Returns the page and the charts' paths.
     ///
     /// # Errors
-    /// As [`write_folder`](Self::write_folder).
+    /// Fails as [`write_folder`](Self::write_folder) does.
     pub fn write_charts(
         &self,
         folder: &Path,

@@ -77,7 +77,7 @@ impl FrameConfig {
     /// Returns the bytes that a cache of this shape allocates, by part.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate).
+    /// Fails as [`validate`](Self::validate) does.
     pub fn memory_bytes(&self, shape: CacheShape) -> Result<MemoryBytes> {
         Ok(self.ring(shape)?.layout.memory_bytes())
     }

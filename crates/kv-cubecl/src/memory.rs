@@ -1,4 +1,4 @@
-//! Where an attention layer remembers: [`KvMemory`].
+//! [`KvMemory`]: a layer's access to earlier tokens.
 
 use burn::tensor::{Int, Tensor};
 
@@ -7,13 +7,13 @@ use crate::{
     RopeTable, streaming_attention_with, streaming_attention_with_sinks,
 };
 
-/// Where one layer's attention finds the keys and values of earlier tokens: a layer that takes one
-/// serves training, evaluation and streaming with the same code.
+/// The access of one layer's attention to the keys and values of earlier tokens. With it, the same
+/// code of a layer serves training, evaluation and streaming.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum KvMemory<'a> {
-    /// Nowhere: the whole sequence is here, and the closed form of a cache of this kind is computed
-    /// in parallel. Differentiable.
+    /// Computes the whole sequence in parallel, by the closed form of a cache of this kind.
+    /// Differentiable.
     Parallel {
         /// The cache.
         config: KvCacheConfig,
@@ -22,12 +22,12 @@ pub enum KvMemory<'a> {
         /// Options of the softmax.
         options: AttentionOptions,
     },
-    /// In this cache, which grows by the tokens of the call.
+    /// Appends the tokens of the call to this cache.
     Cached(&'a mut KvCache),
     /// A cache and the number of tokens of the call for each sequence; see
     /// [`KvCache::attend_ragged`].
     Ragged(&'a mut KvCache, &'a [usize]),
-    /// In this cache, which grows by one token at this position; see [`KvCache::attend_at`].
+    /// Appends one token at this position to this cache; see [`KvCache::attend_at`].
     At(&'a mut KvCache, &'a Tensor<1, Int>),
 }
 
@@ -46,8 +46,8 @@ impl KvMemory<'_> {
     /// - output: the shape of `query`
     ///
     /// # Errors
-    /// As [`streaming_attention_with`], [`KvCache::attend`], [`KvCache::attend_ragged`] and
-    /// [`KvCache::attend_at`].
+    /// Fails as [`streaming_attention_with`], [`KvCache::attend`], [`KvCache::attend_ragged`] and
+    /// [`KvCache::attend_at`] do.
     pub fn attend(self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.attend_with_sinks(query, key, value, None)
     }
@@ -56,8 +56,8 @@ impl KvMemory<'_> {
     /// them: see [`streaming_attention_with_sinks`].
     ///
     /// # Errors
-    /// As [`attend`](Self::attend), and [`Error::Shape`](crate::Error::Shape) for another
-    /// number of logits than query heads.
+    /// Fails as [`attend`](Self::attend) does, and with [`Error::Shape`](crate::Error::Shape) for
+    /// another number of logits than query heads.
     pub fn attend_with_sinks(
         self,
         query: Tensor<4>,
@@ -98,7 +98,7 @@ impl KvMemory<'_> {
     /// the position encoding; rope is applied in the launches that append and attend.
     ///
     /// # Errors
-    /// As [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`], and
+    /// Fails as [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`] do, and with
     /// [`Error::Unsupported`] for a memory that does not [apply rope](Self::applies_rope).
     pub fn attend_with_rope(
         self,

@@ -43,7 +43,7 @@ pub struct Token<B: Backend> {
     pub key: FloatTensor<B>,
     /// As the key, with the channels of values.
     pub value: FloatTensor<B>,
-    /// Where the token stands in its sequence.
+    /// The position of the token in its sequence.
     #[extension_type]
     pub position: TokenPosition<B>,
     /// Rope table for query and key.
@@ -51,14 +51,14 @@ pub struct Token<B: Backend> {
     pub rope: TokenRope<B>,
 }
 
-/// Where a [`Token`] stands in its sequence.
+/// The position of a [`Token`] in its sequence.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum TokenPosition<B: Backend> {
     /// After the number of tokens that the operation is given.
     Counted,
-    /// Where this says when the kernels run, i32 `[1]` for all sequences or `[batch]`, one for
-    /// each.
+    /// The positions in this tensor when the kernels run, i32 `[1]` for all sequences or `[batch]`,
+    /// one for each.
     Stored(IntTensor<B>),
 }
 

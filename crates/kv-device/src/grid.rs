@@ -91,7 +91,7 @@ impl Grid {
     /// A grid of at least `n` units, one for each piece of work.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Fails as [`new`](Self::new) does.
     pub fn elementwise(
         what: &str,
         n: usize,

@@ -33,7 +33,7 @@ impl Cursor {
     /// trial steps write nothing.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Fails as [`new`](Self::new) does.
     pub fn idle(texts: usize, ends: &[u32], device: &Device) -> Result<Self> {
         Self::at(&vec![0; texts], i32::MIN / 2, ends, device)
     }

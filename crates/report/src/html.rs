@@ -68,7 +68,7 @@ impl HtmlReport {
     /// Adds a chart as inline SVG.
     ///
     /// # Errors
-    /// As [`Chart::svg`].
+    /// Fails as [`Chart::svg`] does.
     pub fn chart(mut self, chart: &Chart) -> Result<Self> {
         self.body += &format!("<figure>\n{}</figure>\n", chart.svg()?);
         Ok(self)

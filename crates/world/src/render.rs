@@ -18,7 +18,7 @@ impl core::fmt::Debug for Frame {
 const RAYS: usize = 3;
 /// Sideways reach of the view per unit ahead: a view of 80 degrees.
 const HALF_VIEW: f64 = 0.839_099_631;
-/// Where the darker part of a wall begins, from its middle at 0 to the floor at 1.
+/// The start of the darker part of a wall, from its middle at 0 to the floor at 1.
 const SKIRTING: f64 = 0.7;
 
 /// Red, green and blue, from 0 to 255.

@@ -45,7 +45,7 @@ impl<'a> Wanderer<'a> {
         input
     }
 
-    /// Where the player is.
+    /// The player's position.
     pub fn player(&self) -> &Player {
         &self.player
     }

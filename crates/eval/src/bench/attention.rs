@@ -288,7 +288,7 @@ pub struct AppendPoint {
 /// steps that flush keys, and the steps between them.
 ///
 /// # Errors
-/// As [`time_decode_attention`].
+/// Fails as [`time_decode_attention`] does.
 pub fn time_append<T: Target>(
     device: &On<T>,
     plan: &AttentionPlan,

@@ -39,7 +39,8 @@ pub fn codec_bytes([heads, tokens, head_dim]: [usize; 3]) -> Result<u64> {
 /// values.
 ///
 /// # Errors
-/// As [`quantize`] and [`codec_bytes`], and for a number of samples that is 0 or too large.
+/// Fails as [`quantize`] and [`codec_bytes`] do, and for a number of samples that is 0 or too
+/// large.
 pub fn time_codec<T: Target>(
     device: &On<T>,
     [heads, tokens, head_dim]: [usize; 3],

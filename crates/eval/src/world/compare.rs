@@ -200,7 +200,7 @@ pub fn mean(numbers: &[f64]) -> f64 {
 /// every point and its frames; `progress` is called after every frame.
 ///
 /// # Errors
-/// As [`roll_out`] and [`LayerCaches::formats`], before anything is played.
+/// Fails as [`roll_out`] and [`LayerCaches::formats`] do, before anything is played.
 pub fn compare<T: Target>(
     device: &On<T>,
     world: &World,

@@ -58,7 +58,7 @@ impl FrameCache {
     /// Sets how scores become weights, for all attention of this cache.
     ///
     /// # Errors
-    /// As [`AttentionOptions::validate`].
+    /// Fails as [`AttentionOptions::validate`] does.
     pub fn with_options(self, options: AttentionOptions) -> Result<Self> {
         options.validate()?;
         Ok(Self { options, ..self })
@@ -170,7 +170,7 @@ impl FrameCache {
     /// Attends as [`peek`](Self::peek) does and stores the frame as the newest one.
     ///
     /// # Errors
-    /// As [`peek`](Self::peek); the cache is then unchanged.
+    /// Fails as [`peek`](Self::peek) does; the cache is then unchanged.
     pub fn update(
         &mut self,
         query: Tensor<4>,
@@ -188,8 +188,9 @@ impl FrameCache {
     /// been this one.
     ///
     /// # Errors
-    /// As [`peek`](Self::peek), and [`Error::Unsupported`](crate::Error::Unsupported) for a
-    /// cache that holds no frame; the cache is then unchanged.
+    /// Fails as [`peek`](Self::peek) does, and with
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a cache that holds no frame; the cache
+    /// is then unchanged.
     pub fn overwrite(
         &mut self,
         query: Tensor<4>,
@@ -210,7 +211,7 @@ impl FrameCache {
     /// Stores a frame as the newest one without attending.
     ///
     /// # Errors
-    /// As [`peek`](Self::peek); the cache is then unchanged.
+    /// Fails as [`peek`](Self::peek) does; the cache is then unchanged.
     pub fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> Result<()> {
         self.check("append", &key, &key, &value)?;
         self.write(key, value, self.written);

@@ -68,7 +68,7 @@ impl KvCache {
     /// Sets how scores become weights, for all attention of this cache.
     ///
     /// # Errors
-    /// As [`AttentionOptions::validate`].
+    /// Fails as [`AttentionOptions::validate`] does.
     pub fn with_options(self, options: AttentionOptions) -> Result<Self> {
         options.validate()?;
         Ok(Self { options, ..self })
@@ -237,7 +237,8 @@ impl KvCache {
     /// verifies drafted tokens with it.
     ///
     /// # Errors
-    /// As [`attend`](Self::attend), and [`Error::Unsupported`] for sequences of different lengths.
+    /// Fails as [`attend`](Self::attend) does, and with [`Error::Unsupported`] for sequences of
+    /// different lengths.
     pub fn peek(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> Result<Attention> {
         self.check("peek", &query, &key, &value)?;
         if !self.is_even() {

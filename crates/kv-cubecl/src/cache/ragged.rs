@@ -54,7 +54,7 @@ impl KvCache {
     /// - `tokens`: one number for each sequence, 0 to m
     ///
     /// # Errors
-    /// As [`attend_ragged`](Self::attend_ragged).
+    /// Fails as [`attend_ragged`](Self::attend_ragged) does.
     pub fn append_ragged(
         &mut self,
         key: Tensor<4>,

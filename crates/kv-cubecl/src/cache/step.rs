@@ -42,8 +42,8 @@ impl KvCache {
     /// and applies `rope` by the token's position. A position past the table uses its last row.
     ///
     /// # Errors
-    /// As [`attend_at`](Self::attend_at), and [`Error::Shape`] for a table of more channels
-    /// than a key.
+    /// Fails as [`attend_at`](Self::attend_at) does, and with [`Error::Shape`] for a table of more
+    /// channels than a key.
     pub fn attend_at_with_rope(
         &mut self,
         query: Tensor<4>,
@@ -63,8 +63,8 @@ impl KvCache {
     /// - as those of [`attend_at`](Self::attend_at)
     ///
     /// # Errors
-    /// As [`attend`](Self::attend), and [`Error::Shape`] for several tokens, or a table of
-    /// more channels than a key or of too few positions; the cache is then unchanged.
+    /// Fails as [`attend`](Self::attend) does, and with [`Error::Shape`] for several tokens, or a
+    /// table of more channels than a key or of too few positions; the cache is then unchanged.
     pub fn attend_with_rope(
         &mut self,
         query: Tensor<4>,

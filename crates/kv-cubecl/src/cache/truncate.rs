@@ -74,7 +74,7 @@ impl KvCache {
     /// that number.
     ///
     /// # Errors
-    /// As [`exact`](Self::exact).
+    /// Fails as [`exact`](Self::exact) does.
     pub fn cut_back(&mut self, sequence: usize, len: usize) -> Result<usize> {
         let exact = self.exact(sequence, len)?;
         self.lens[sequence] = exact;

@@ -50,7 +50,7 @@ pub fn streaming_attention(
 /// Computes [`streaming_attention`] with options for the quantizer's gradient and for the softmax.
 ///
 /// # Errors
-/// As [`streaming_attention`].
+/// Fails as [`streaming_attention`] does.
 pub fn streaming_attention_with(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -69,8 +69,8 @@ pub fn streaming_attention_with(
 /// log-sum-exp includes it, and gradients reach it.
 ///
 /// # Errors
-/// As [`streaming_attention`], and [`Error::Shape`] for another number of logits than query
-/// heads.
+/// Fails as [`streaming_attention`] does, and with [`Error::Shape`] for another number of logits
+/// than query heads.
 pub fn streaming_attention_with_sinks(
     query: Tensor<4>,
     key: Tensor<4>,

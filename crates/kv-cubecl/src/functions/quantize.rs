@@ -33,8 +33,8 @@ pub struct Logical {
     pub scale: Vec<f16>,
     /// One f16 minimum per group, shaped like `scale`; empty in formats that have none.
     pub min: Vec<f16>,
-    /// Where scales are powers of two, their exponents and 127, one per group, shaped as `scale`
-    /// would be; otherwise empty.
+    /// The exponents of scales that are powers of two, plus 127, one per group and shaped as
+    /// `scale` would be; empty for other scales.
     pub exponents: Vec<u8>,
 }
 
@@ -149,8 +149,8 @@ pub fn quantize(
 /// As [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a head_dim that
-/// the format does not take.
+/// Fails as [`quantize`] does, and with [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a
+/// head_dim that the format does not take.
 pub fn quantize_side(
     input: Tensor<4>,
     side: Side,
@@ -166,7 +166,7 @@ pub fn quantize_side(
 /// As [`quantize`]; the output has the shape of the input.
 ///
 /// # Errors
-/// As [`quantize_side`].
+/// Fails as [`quantize_side`] does.
 pub fn fake_quantize_side(
     input: Tensor<4>,
     side: Side,
@@ -207,7 +207,7 @@ fn quantize_with(input: Tensor<4>, spec: QuantSpec) -> Result<Packed> {
 /// As [`quantize`]; the output has the shape of the input.
 ///
 /// # Errors
-/// As [`quantize`].
+/// Fails as [`quantize`] does.
 pub fn fake_quantize(
     input: Tensor<4>,
     granularity: Granularity,
@@ -220,7 +220,7 @@ pub fn fake_quantize(
 /// [`fake_quantize`] with a choice of gradient, for the same shapes.
 ///
 /// # Errors
-/// As [`quantize`].
+/// Fails as [`quantize`] does.
 pub fn fake_quantize_with(
     input: Tensor<4>,
     granularity: Granularity,

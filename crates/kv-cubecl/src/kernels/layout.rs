@@ -73,7 +73,7 @@ pub(crate) struct SideArgs {
     pub(crate) packed_tokens: usize,
 }
 
-/// Where a parameter is that shares its word with others.
+/// The place of a parameter that shares its word with others.
 #[derive(CubeType)]
 pub(crate) struct ParameterAddress {
     /// The word, counted from the first of its slice.
@@ -127,7 +127,7 @@ pub(crate) fn float_element(token: usize, side: &SideArgs) -> usize {
     side.first_element + row * side.head_dim
 }
 
-/// Where the `token`th token after the sinks is among the packed ones: [`SideLayout::packed_slot`].
+/// Returns the packed slot of the `token`th token after the sinks: [`SideLayout::packed_slot`].
 #[cube]
 pub(crate) fn packed_slot(token: usize, side: &SideArgs) -> usize {
     token % side.packed_tokens

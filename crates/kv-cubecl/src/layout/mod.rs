@@ -141,7 +141,7 @@ impl CacheLayout {
         self.shape.batch * self.shape.n_kv_heads
     }
 
-    /// Where the tokens of each side are.
+    /// Returns the layout of each side.
     pub const fn sides(&self) -> Sides<SideLayout> {
         self.sides
     }
@@ -221,7 +221,7 @@ impl CacheLayout {
     }
 }
 
-/// Where the tokens of a side are whose float rows begin at `first_element`; `newest` as in
+/// Returns the layout of a side whose float rows begin at `first_element`; `newest` as in
 /// [`CacheLayout::with_overwrite`].
 fn side(
     config: &KvCacheConfig,

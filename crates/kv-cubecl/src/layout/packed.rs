@@ -33,8 +33,8 @@ impl PackedLayout {
         self.tokens * self.spec.words_of_codes(self.head_dim)
     }
 
-    /// Where the parameter of a group of `token` is, where parameters share words: its word, and
-    /// its lowest bit.
+    /// Returns the place of the parameter of a group of `token` if parameters share words: its
+    /// word, and its lowest bit.
     pub const fn parameter(&self, token: usize, group: usize) -> (usize, u32) {
         let bits = self.spec.format.parameter_bits();
         let bit = (token * self.spec.groups(self.head_dim) + group) * bits;

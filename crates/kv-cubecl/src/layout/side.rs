@@ -5,8 +5,8 @@ use core::ops::Range;
 use super::PackedLayout;
 use crate::formats::QuantSpec;
 
-/// Where the tokens of one side of a cache are, per (batch, kv head): its sinks and the tokens of
-/// its window in float rows, the others packed.
+/// The layout of the tokens of one side of a cache, per (batch, kv head): sinks and the tokens of
+/// its window are in float rows, the others are packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SideLayout {
     /// Quantization of the tokens that leave the residual; `None` if all stay in float.
@@ -41,7 +41,7 @@ impl SideLayout {
         self.first_element + self.row(token) * self.head_dim
     }
 
-    /// Where the `token`th token after the sinks is among the packed ones.
+    /// Returns the packed slot of the `token`th token after the sinks.
     pub const fn packed_slot(&self, token: usize) -> usize {
         token % self.packed_tokens
     }
@@ -59,7 +59,7 @@ impl SideLayout {
         runs
     }
 
-    /// Where the words of packed tokens are; `None` if all stay in float.
+    /// Returns the layout of the words of packed tokens; `None` if all stay in float.
     pub fn packed(&self) -> Option<PackedLayout> {
         let Self { head_dim, packed_tokens: tokens, .. } = *self;
         self.spec.map(|spec| PackedLayout { spec, head_dim, tokens })

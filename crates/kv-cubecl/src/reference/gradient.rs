@@ -196,7 +196,7 @@ mod tests {
     use super::super::{causal_attention, dequantize_group};
     use super::*;
 
-    /// Where nothing is quantized, the straight-through gradient is the true one. Compared with
+    /// Without quantization, the straight-through gradient is the true one. It is compared with
     /// central differences, whose own error at this step is about 1e-9.
     #[test]
     fn float_gradients_are_derivatives() {

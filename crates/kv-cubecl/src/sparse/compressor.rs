@@ -185,8 +185,8 @@ impl KeyCompressor {
     /// must then be, too.
     ///
     /// # Errors
-    /// As [`EntryCompressor::new`], and for a Hadamard transform of a width that is not a power of
-    /// two up to 256.
+    /// Fails as [`EntryCompressor::new`] does, and for a Hadamard transform of a width that is not
+    /// a power of two up to 256.
     pub fn new(
         compression: Compression,
         position_bias: Tensor<2>,

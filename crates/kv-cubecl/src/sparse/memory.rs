@@ -104,7 +104,7 @@ impl<'a> SparseMemory<'a> {
     /// Compresses the call's tokens to keys, and selects entries for each of them.
     ///
     /// # Errors
-    /// As [`compress`](Self::compress), and
+    /// Fails as [`compress`](Self::compress) does, and with
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a layer without an indexer.
     pub fn select(
         &mut self,

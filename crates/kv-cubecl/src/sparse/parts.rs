@@ -30,7 +30,7 @@ impl SparseConfig {
     /// sequences, in the same order.
     ///
     /// # Errors
-    /// As [`memory_bytes`](Self::memory_bytes).
+    /// Fails as [`memory_bytes`](Self::memory_bytes) does.
     pub fn parts(&self, batch: usize) -> Result<Vec<SparsePartLayout>> {
         let Layouts { window, entries, keys } = self.layouts(batch)?;
         let mut stores = vec![(slots::WINDOW, window, true)];

@@ -310,7 +310,7 @@ impl LayerConfig {
     /// Returns the names of the tensors of a checkpoint.
     ///
     /// # Errors
-    /// As [`names`](Self::names).
+    /// Fails as [`names`](Self::names) does.
     pub(super) fn kept_names(&self) -> Result<Vec<PartName>> {
         match self {
             Self::Kv(config) => Ok(kv::kept_names(config).to_vec()),

@@ -54,7 +54,7 @@ enum Stored<'a> {
     Sparse(SparsePlace<'a>),
 }
 
-/// Where a layer of sparse attention finds earlier tokens.
+/// The access of a layer of sparse attention to earlier tokens.
 #[derive(Debug)]
 pub(crate) enum SparsePlace<'a> {
     /// In the same pass, which computes whole sequences as a cache of this configuration would.

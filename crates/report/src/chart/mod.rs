@@ -94,7 +94,7 @@ impl Chart {
     /// Writes [`svg`](Self::svg) to a file.
     ///
     /// # Errors
-    /// As [`svg`](Self::svg), and [`Error::Write`].
+    /// Fails as [`svg`](Self::svg) does, and with [`Error::Write`].
     pub fn write_svg(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         std::fs::write(path, self.svg()?)
@@ -104,7 +104,7 @@ impl Chart {
     /// Writes the chart as a PNG, 1350 by 780 pixels. Its text needs no font of the system.
     ///
     /// # Errors
-    /// As [`svg`](Self::svg), [`Error::Chart`] for a path that does not end in `.png`, and
+    /// Fails as [`svg`](Self::svg) does, with [`Error::Chart`] for a path that does not end in `.png`, and
     /// [`Error::Write`].
     pub fn write_png(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();

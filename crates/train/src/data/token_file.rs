@@ -46,7 +46,7 @@ pub struct TokenFile {
     origin: Origin,
 }
 
-/// Where the ids of a [`TokenFile`] come from.
+/// The source of the ids of a [`TokenFile`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// Read from a cache file of the same texts and tokenizer.

@@ -21,7 +21,7 @@ use crate::{
 /// Attention as planned, over a cache whose length the host knows, in two launches.
 ///
 /// # Errors
-/// As [`grid_of`].
+/// Fails as [`grid_of`] does.
 pub(crate) fn launch_ref(
     client: &Client,
     bindings: DecodeBindings<'_>,

@@ -30,7 +30,7 @@ pub(crate) struct DecodeBindings<'a> {
 /// problem.
 ///
 /// # Errors
-/// As [`launch_ref`].
+/// Fails as [`launch_ref`] does.
 pub(crate) fn check_size(problem: &DecodeProblem, properties: &DeviceProperties) -> Result<()> {
     let (blueprint, settings) = prepare(problem, Hardware::of(properties))?;
     let Settings { n_splits, row_chunks } = settings;

@@ -145,7 +145,7 @@ pub(crate) struct ForwardBindings {
 /// The forward pass, one launch, of a query of this type, which is that of the output.
 ///
 /// # Errors
-/// As [`StreamProblem::check`].
+/// Fails as [`StreamProblem::check`] does.
 pub(crate) fn launch_forward(
     client: &Client,
     bindings: ForwardBindings,
@@ -222,7 +222,7 @@ pub(crate) struct BackwardBindings<F: Fn() -> [BufferArg; 5]> {
 /// The backward pass, two launches.
 ///
 /// # Errors
-/// As [`StreamProblem::check`].
+/// Fails as [`StreamProblem::check`] does.
 pub(crate) fn launch_backward<F: Fn() -> [BufferArg; 5]>(
     client: &Client,
     bindings: BackwardBindings<F>,
