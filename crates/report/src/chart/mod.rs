@@ -104,8 +104,8 @@ impl Chart {
     /// Writes the chart as a PNG, 1350 by 780 pixels. Its text needs no font of the system.
     ///
     /// # Errors
-    /// Fails as [`svg`](Self::svg) does, with [`Error::Chart`] for a path that does not end in `.png`, and
-    /// [`Error::Write`].
+    /// Fails as [`svg`](Self::svg) does, with [`Error::Chart`] for a path that does not end in
+    /// `.png`, and with [`Error::Write`].
     pub fn write_png(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         if !path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
