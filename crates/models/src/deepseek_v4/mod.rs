@@ -6,6 +6,7 @@ mod compressor;
 mod config;
 mod experts;
 mod hyper;
+mod json;
 mod model;
 mod names;
 

@@ -1,6 +1,8 @@
 //! Sparse attention over stores of rows.
 
-use core::{f32::consts::LOG2_E, ops::Range};
+mod pool;
+mod rows;
+mod softmax;
 
 use burn::{
     backend::{
@@ -12,11 +14,14 @@ use burn::{
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{cache::Floats, contiguous, dims, floats, tensor};
+use self::{
+    pool::{Pool, normalize, turn_pairs},
+    rows::SequenceRows,
+    softmax::Softmax,
+};
+use super::{contiguous, dims, floats, tensor};
 use crate::{
     formats::flex::{IndexHeads, PackedRun, TILE},
-    layout::PackedLayout,
-    simd::{self, add_rows, exp2_minus_max, score_rows},
     sparse::{
         AttendInputs, AttendPlan, Compression, PoolInputs, PoolPlan, RowLayout, Rows, SparseOps,
         Stride,
@@ -260,49 +265,6 @@ impl Span {
     }
 }
 
-/// The rows of one sequence in a store.
-struct SequenceRows<'a> {
-    layout: &'a RowLayout,
-    packed: Option<PackedLayout>,
-    words: &'a [u32],
-    floats: Floats<'a>,
-    /// The first element of the sequence in `floats`.
-    first: usize,
-}
-
-impl<'a> SequenceRows<'a> {
-    fn new(rows: &'a Rows<Flex>, layout: &'a RowLayout, sequence: usize) -> Self {
-        let words = layout.sequence_words();
-        Self {
-            layout,
-            packed: layout.packed(),
-            words: &rows.codes.storage()[sequence * words..][..words],
-            floats: Floats::of(&rows.floats, layout.format.float),
-            first: sequence * layout.slots * layout.floats(),
-        }
-    }
-
-    /// Returns the rows of adjacent slots: where they are if they are f32, or restored in `tile`.
-    fn tile<'b>(&'b self, slots: Range<usize>, tile: &'b mut [f32]) -> &'b [f32] {
-        let (width, floats) = (self.layout.width, self.layout.floats());
-        let tile = &mut tile[..slots.len() * width];
-        let Some(packed) = &self.packed else {
-            return self.floats.rows(self.first + slots.start * width, tile);
-        };
-        let format = packed.spec.format.on_cpu();
-        if floats == 0 {
-            format.restore(self.words, slots.start, tile, packed);
-            return tile;
-        }
-        for (slot, row) in slots.zip(tile.chunks_exact_mut(width)) {
-            let (codes, rest) = row.split_at_mut(width - floats);
-            format.restore(self.words, slot, codes, packed);
-            self.floats.read(self.first + slot * floats, rest);
-        }
-        tile
-    }
-}
-
 /// Computes the scores of the keys from `first` on.
 fn score_part(keys: &SequenceRows<'_>, heads: &IndexHeads<'_>, first: usize, scores: &mut [f32]) {
     if let Some(place) = keys.packed.filter(|_| keys.layout.floats() == 0) {
@@ -340,163 +302,4 @@ fn select(scores: &[f32], selected: &mut [i32]) {
         *to = !(key as u32) as i32;
     }
     selected.sort_unstable();
-}
-
-/// The projections of tokens, and what they are pooled with.
-struct Pool<'a> {
-    content: &'a [f32],
-    gate: &'a [f32],
-    bias: &'a [f32],
-    slots: usize,
-    compression: Compression,
-    width: usize,
-}
-
-impl Pool<'_> {
-    /// Averages the window of `entry` with the weights of its softmax.
-    fn window(&self, sequence: usize, entry: usize, out: &mut [f32]) {
-        let Self { content, gate, bias, slots, compression, width } = *self;
-        let (own, row) = (compression.position(entry), compression.lanes() * width);
-        // The first element of a token's numbers for this window, and of their bias.
-        let place = |token: usize| {
-            // With overlap, numbers for a token's own window come second.
-            let lane = if token >= own { (compression.lanes() - 1) * width } else { 0 };
-            let at = (sequence * slots + token % slots) * row + lane;
-            (at, token % compression.ratio * row + lane)
-        };
-        let mut most = vec![f32::NEG_INFINITY; width];
-        for token in compression.tokens(entry) {
-            let (at, bias_at) = place(token);
-            let logits = gate[at..].iter().zip(&bias[bias_at..]);
-            for (most, (gate, bias)) in most.iter_mut().zip(logits) {
-                *most = most.max(gate + bias);
-            }
-        }
-        let mut sums = vec![0.0; width];
-        out.fill(0.0);
-        for token in compression.tokens(entry) {
-            let (at, bias_at) = place(token);
-            for (channel, out) in out.iter_mut().enumerate() {
-                let logit = gate[at + channel] + bias[bias_at + channel];
-                let weight = (logit - most[channel]).exp();
-                sums[channel] += weight;
-                *out += weight * content[at + channel];
-            }
-        }
-        out.iter_mut().zip(sums).for_each(|(out, sum)| *out /= sum);
-    }
-}
-
-/// Applies the RMS norm to a row.
-fn normalize(row: &mut [f32], gain: &[f32], epsilon: f32) {
-    let squares: f32 = row.iter().map(|x| x * x).sum();
-    let root = (squares / row.len() as f32 + epsilon).sqrt();
-    row.iter_mut().zip(gain).for_each(|(x, gain)| *x = *x / root * gain);
-}
-
-/// Applies rope to the last channels of a row; `angles` are cosines, then sines.
-fn turn_pairs(row: &mut [f32], angles: &[f32]) {
-    let (cos, sin) = angles.split_at(angles.len() / 2);
-    let first = row.len() - angles.len();
-    for ((pair, cos), sin) in row[first..].chunks_exact_mut(2).zip(cos).zip(sin) {
-        let [a, b] = [pair[0], pair[1]];
-        (pair[0], pair[1]) = (a * cos - b * sin, b * cos + a * sin);
-    }
-}
-
-/// The softmax of some heads of one token over rows that come tile by tile.
-struct Softmax<'a> {
-    /// Scaled, so that scores are powers of 2.
-    query: Vec<f32>,
-    /// The largest score of each head.
-    most: Vec<f32>,
-    /// The sum of each head's weights.
-    sums: Vec<f32>,
-    scores: Vec<f32>,
-    tile: Vec<f32>,
-    /// The sum of weighted rows of each head.
-    out: &'a mut [f32],
-    width: usize,
-}
-
-impl<'a> Softmax<'a> {
-    fn new(query: &[f32], scale: f32, out: &'a mut [f32], width: usize) -> Self {
-        let heads = query.len() / width;
-        Self {
-            query: query.iter().map(|x| x * scale * LOG2_E).collect(),
-            most: vec![f32::NEG_INFINITY; heads],
-            sums: vec![0.0; heads],
-            scores: vec![0.0; heads * TILE],
-            tile: vec![0.0; TILE * width],
-            out,
-            width,
-        }
-    }
-
-    /// Attends to the rows with these numbers, in a ring.
-    fn ring(&mut self, rows: &SequenceRows<'_>, numbers: Range<usize>) {
-        let (slots, mut number) = (rows.layout.slots, numbers.start);
-        while number < numbers.end {
-            let slot = number % slots;
-            let n = TILE.min(numbers.end - number).min(slots - slot);
-            let mut tile = core::mem::take(&mut self.tile);
-            self.add(rows.tile(slot..slot + n, &mut tile));
-            self.tile = tile;
-            number += n;
-        }
-    }
-
-    /// Attends to selected rows; negative numbers stand for none.
-    fn selected(&mut self, rows: &SequenceRows<'_>, numbers: &[i32]) {
-        let (width, mut tile) = (self.width, core::mem::take(&mut self.tile));
-        let mut row = vec![0.0; width];
-        let mut n = 0;
-        let chosen = numbers.iter().filter_map(|&number| usize::try_from(number).ok());
-        for number in chosen {
-            let to = &mut tile[n * width..][..width];
-            to.copy_from_slice(rows.tile(number..number + 1, &mut row));
-            n += 1;
-            if n == TILE {
-                self.add(&tile);
-                n = 0;
-            }
-        }
-        self.add(&tile[..n * width]);
-        self.tile = tile;
-    }
-
-    /// Attends to a tile of rows.
-    fn add(&mut self, rows: &[f32]) {
-        let (width, n) = (self.width, rows.len() / self.width);
-        if n == 0 {
-            return;
-        }
-        let heads = self.most.len();
-        let scores = &mut self.scores[..heads * n];
-        score_rows(&self.query, rows, scores, n, width);
-        let outs = self.out.chunks_exact_mut(width);
-        for (head, (scores, out)) in scores.chunks_exact_mut(n).zip(outs).enumerate() {
-            let most = self.most[head].max(simd::maximum(scores));
-            let base = simd::finite_or_zero(most);
-            if most > self.most[head] {
-                let factor = (self.most[head] - base).exp2();
-                self.sums[head] *= factor;
-                out.iter_mut().for_each(|x| *x *= factor);
-                self.most[head] = most;
-            }
-            self.sums[head] += exp2_minus_max(scores, base);
-        }
-        add_rows(scores, n, rows, self.out, width);
-    }
-
-    /// Adds the sinks to the denominators and divides.
-    fn finish(self, sinks: &[f32]) {
-        for (head, out) in self.out.chunks_exact_mut(self.width).enumerate() {
-            let sink = sinks[head] * LOG2_E;
-            let base = simd::finite_or_zero(self.most[head].max(sink));
-            let factor = (self.most[head] - base).exp2();
-            let sum = self.sums[head] * factor + (sink - base).exp2();
-            out.iter_mut().for_each(|x| *x *= factor / sum);
-        }
-    }
 }

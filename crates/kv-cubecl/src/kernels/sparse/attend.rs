@@ -45,6 +45,26 @@ struct AttendBlueprint {
     spec: Option<QuantSpec>,
 }
 
+impl AttendBlueprint {
+    /// Returns the number of channels of a unit.
+    const fn own_channels(&self) -> usize {
+        self.width.div_ceil(UNITS)
+    }
+}
+
+/// The buffers that a kernel reads.
+#[derive(CubeType, CubeLaunch)]
+struct Inputs<W: Float, R: Float> {
+    /// `[batch, heads, tokens, width]`.
+    query: Box<[f32]>,
+    window: Box<[W]>,
+    codes: Box<[u32]>,
+    floats: Box<[R]>,
+    selected: Box<[i32]>,
+    sink_logits: Box<[f32]>,
+    span: Box<[i32]>,
+}
+
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
 struct AttendArgs {
@@ -62,6 +82,10 @@ struct AttendArgs {
 /// The rows of a token: recent tokens, then entries.
 #[derive(CubeType)]
 struct Seen {
+    sequence: usize,
+    token: usize,
+    /// All rows; 0 for a token that is not part of the call.
+    n: usize,
     /// The first recent token.
     first: usize,
     /// Recent tokens.
@@ -70,176 +94,263 @@ struct Seen {
     selection: usize,
 }
 
+/// Memory that the units of a cube share.
+#[derive(CubeType)]
+struct Board {
+    /// Restored rows, `[TILE, width]`.
+    tile: Shared<[f32]>,
+    /// 1 for a row of the tile that exists, otherwise 0.
+    exists: Shared<[u32]>,
+    /// Parts of the products.
+    partial: Shared<[f32]>,
+    /// Scores of the tile, `[HEADS, TILE]`.
+    scores: Shared<[f32]>,
+    unit: usize,
+}
+
+/// The sums of a unit over the rows so far: it has all heads, and every `UNITS`th channel.
+#[derive(CubeType)]
+struct Sums {
+    /// The largest score of each head.
+    most: Array<f32>,
+    /// The sum of each head's weights.
+    weights: Array<f32>,
+    /// The weighted sums of channels, `[HEADS, channels of a unit]`.
+    rows: Array<f32>,
+}
+
 /// One cube per token and group of heads.
 #[cube(launch, address_type = "dynamic")]
 fn attend_rows<W: Float, R: Float>(
-    query: &[f32],
-    window: &[W],
-    codes: &[u32],
-    floats: &[R],
-    selected: &[i32],
-    sink_logits: &[f32],
-    span: &[i32],
+    inputs: Inputs<W, R>,
     output: &mut [f32],
     args: AttendArgs,
     #[comptime] bp: AttendBlueprint,
     #[define(W)] _window_type: ElemType,
     #[define(R)] _entry_type: ElemType,
 ) {
-    let width = comptime!(bp.width);
-    let own = comptime!(bp.width.div_ceil(UNITS));
-    let unit = UNIT_POS as usize;
     let groups = args.heads.div_ceil(HEADS);
     let cube = CUBE_POS;
     if cube >= args.batch * args.tokens * groups {
         terminate!();
     }
     let (row, first_head) = (cube / groups, cube % groups * HEADS);
+    let seen = rows_of(&inputs.span, row, &args, bp);
+    let mut board = Board {
+        tile: Shared::<[f32]>::new_slice(comptime!(TILE * bp.width)),
+        exists: Shared::<[u32]>::new_slice(TILE),
+        partial: Shared::<[f32]>::new_slice(UNITS),
+        scores: Shared::<[f32]>::new_slice(comptime!(TILE * HEADS)),
+        unit: UNIT_POS as usize,
+    };
+    let mut sums = no_sums(bp);
+    let mut first = 0usize;
+    while first < seen.n {
+        load_tile::<W, R>(&inputs, first, &seen, &mut board, &args, bp);
+        score_tile::<W, R>(&inputs, first_head, &seen, &mut board, &args, bp);
+        add_tile(&board, &mut sums, bp);
+        sync_cube();
+        first += TILE;
+    }
+    write_heads(output, &inputs.sink_logits, first_head, &seen, &board, &sums, &args, bp);
+}
+
+/// Returns the rows that the token `row`, of those of all sequences, sees.
+#[cube]
+fn rows_of(span: &[i32], row: usize, args: &AttendArgs, #[comptime] bp: AttendBlueprint) -> Seen {
     let (sequence, token) = (row / args.tokens, row % args.tokens);
     let call = added(span, sequence, args.batch);
     let mut n = 0usize;
-    let mut seen = Seen { first: 0, recent: 0, selection: row * args.top_k };
+    let mut first = 0usize;
+    let mut recent = 0usize;
     if token < call.count {
         let position = call.start + token;
-        seen.recent = clamp_max(position + 1, args.sliding_window);
-        seen.first = position + 1 - seen.recent;
-        n = seen.recent;
+        recent = clamp_max(position + 1, args.sliding_window);
+        first = position + 1 - recent;
+        n = recent;
         if comptime!(bp.selects) {
             n += args.top_k;
         } else if comptime!(bp.compresses) {
             n += (position + 1) / args.ratio;
         }
     }
+    Seen { sequence, token, n, first, recent, selection: row * args.top_k }
+}
 
-    let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE * bp.width));
-    let mut exists = Shared::<[u32]>::new_slice(TILE);
-    let mut partial = Shared::<[f32]>::new_slice(UNITS);
-    let mut scores = Shared::<[f32]>::new_slice(comptime!(TILE * HEADS));
-    let mut sums = Array::<f32>::new(comptime!(HEADS * bp.width.div_ceil(UNITS)));
-    let mut most = Array::<f32>::new(HEADS);
-    let mut weights = Array::<f32>::new(HEADS);
+#[cube]
+fn no_sums(#[comptime] bp: AttendBlueprint) -> Sums {
+    let own = comptime!(bp.own_channels());
+    let mut sums = Sums {
+        most: Array::<f32>::new(HEADS),
+        weights: Array::<f32>::new(HEADS),
+        rows: Array::<f32>::new(comptime!(HEADS * bp.own_channels())),
+    };
     #[unroll]
     for h in 0..HEADS {
-        most[h] = f32::new(LOWEST);
-        weights[h] = f32::new(0.0);
+        sums.most[h] = f32::new(LOWEST);
+        sums.weights[h] = f32::new(0.0);
         #[unroll]
         for i in 0..own {
-            sums[h * own + i] = f32::new(0.0);
+            sums.rows[h * own + i] = f32::new(0.0);
         }
     }
+    sums
+}
+
+/// Restores the rows from the `first` of a token on. Ends with a barrier.
+#[cube]
+fn load_tile<W: Float, R: Float>(
+    inputs: &Inputs<W, R>,
+    first: usize,
+    seen: &Seen,
+    board: &mut Board,
+    args: &AttendArgs,
+    #[comptime] bp: AttendBlueprint,
+) {
+    let width = comptime!(bp.width);
+    let selected = &inputs.selected;
+    if board.unit < TILE {
+        board.exists[board.unit] = row_exists(selected, first + board.unit, seen, bp);
+    }
+    let mut i = board.unit;
+    while i < comptime!(TILE * bp.width) {
+        let (nth, channel) = (first + i / width, i % width);
+        let mut x = f32::new(0.0);
+        if row_exists(selected, nth, seen, bp) == 1u32 {
+            if nth < seen.recent {
+                let slot = (seen.first + nth) % args.window.slots;
+                let row = seen.sequence * args.window.slots + slot;
+                x = f32::cast_from(inputs.window[row * width + channel]);
+            } else {
+                let mut slot = nth - seen.recent;
+                if comptime!(bp.selects) {
+                    slot = selected[seen.selection + slot] as usize;
+                }
+                x = channel_at::<R>(
+                    &inputs.codes,
+                    &inputs.floats,
+                    seen.sequence,
+                    slot,
+                    channel,
+                    &args.entries,
+                    bp.spec,
+                );
+            }
+        }
+        board.tile[i] = x;
+        i += UNITS;
+    }
+    sync_cube();
+}
+
+/// Computes the scores of the tile for the heads from `first_head` on. Ends with a barrier.
+#[cube]
+fn score_tile<W: Float, R: Float>(
+    inputs: &Inputs<W, R>,
+    first_head: usize,
+    seen: &Seen,
+    board: &mut Board,
+    args: &AttendArgs,
+    #[comptime] bp: AttendBlueprint,
+) {
+    let width = comptime!(bp.width);
+    let unit = board.unit;
     let pair = unit / LANES;
-    let (dot_head, dot_row, lane) = (pair / TILE, pair % TILE, unit % LANES);
-    let head = clamp_max(first_head + dot_head, args.heads - 1);
-    let query_row = ((sequence * args.heads + head) * args.tokens + token) * width;
-    let mut first = 0usize;
-    while first < n {
-        if unit < TILE {
-            exists[unit] = row_exists(selected, first + unit, n, &seen, bp);
-        }
-        let mut i = unit;
-        while i < comptime!(TILE * bp.width) {
-            let (nth, channel) = (first + i / width, i % width);
-            let mut x = f32::new(0.0);
-            if row_exists(selected, nth, n, &seen, bp) == 1u32 {
-                if nth < seen.recent {
-                    let slot = (seen.first + nth) % args.window.slots;
-                    x = f32::cast_from(
-                        window[(sequence * args.window.slots + slot) * width + channel],
-                    );
-                } else {
-                    let mut slot = nth - seen.recent;
-                    if comptime!(bp.selects) {
-                        slot = selected[seen.selection + slot] as usize;
-                    }
-                    x = channel_at::<R>(
-                        codes,
-                        floats,
-                        sequence,
-                        slot,
-                        channel,
-                        &args.entries,
-                        bp.spec,
-                    );
-                }
-            }
-            tile[i] = x;
-            i += UNITS;
-        }
-        sync_cube();
-        let mut dot = f32::new(0.0);
-        let mut channel = lane;
-        while channel < width {
-            dot += query[query_row + channel] * tile[dot_row * width + channel];
-            channel += LANES;
-        }
-        partial[unit] = dot;
-        sync_cube();
-        if unit < comptime!(TILE * HEADS) {
-            let mut score = f32::new(0.0);
-            #[unroll]
-            for i in 0..LANES {
-                score += partial[unit * LANES + i];
-            }
-            score *= args.scale;
-            if exists[unit % TILE] == 0u32 {
-                score = f32::new(LOWEST);
-            }
-            scores[unit] = score;
-        }
-        sync_cube();
-        #[unroll]
-        for h in 0..HEADS {
-            let mut largest = most[h];
-            #[unroll]
-            for t in 0..TILE {
-                largest = clamp_min(largest, scores[h * TILE + t]);
-            }
-            let factor = (most[h] - largest).exp();
-            most[h] = largest;
-            weights[h] *= factor;
-            #[unroll]
-            for i in 0..own {
-                sums[h * own + i] *= factor;
-            }
-            #[unroll]
-            for t in 0..TILE {
-                let score = scores[h * TILE + t];
-                if score > f32::new(LOWEST) {
-                    let weight = (score - largest).exp();
-                    weights[h] += weight;
-                    #[unroll]
-                    for i in 0..own {
-                        let channel = unit + i * UNITS;
-                        if channel < width {
-                            sums[h * own + i] += weight * tile[t * width + channel];
-                        }
-                    }
-                }
-            }
-        }
-        sync_cube();
-        first += TILE;
+    // Heads past the last repeat it; they are not written.
+    let head = clamp_max(first_head + pair / TILE, args.heads - 1);
+    let query = ((seen.sequence * args.heads + head) * args.tokens + seen.token) * width;
+    let mut dot = f32::new(0.0);
+    let mut channel = unit % LANES;
+    while channel < width {
+        dot += inputs.query[query + channel] * board.tile[pair % TILE * width + channel];
+        channel += LANES;
     }
+    board.partial[unit] = dot;
+    sync_cube();
+    if unit < comptime!(TILE * HEADS) {
+        let mut score = f32::new(0.0);
+        #[unroll]
+        for i in 0..LANES {
+            score += board.partial[unit * LANES + i];
+        }
+        score *= args.scale;
+        if board.exists[unit % TILE] == 0u32 {
+            score = f32::new(LOWEST);
+        }
+        board.scores[unit] = score;
+    }
+    sync_cube();
+}
+
+/// Adds the weighted rows of the tile.
+#[cube]
+fn add_tile(board: &Board, sums: &mut Sums, #[comptime] bp: AttendBlueprint) {
+    let (width, own) = comptime!((bp.width, bp.own_channels()));
+    #[unroll]
+    for h in 0..HEADS {
+        let mut largest = sums.most[h];
+        #[unroll]
+        for t in 0..TILE {
+            largest = clamp_min(largest, board.scores[h * TILE + t]);
+        }
+        let factor = (sums.most[h] - largest).exp();
+        sums.most[h] = largest;
+        sums.weights[h] *= factor;
+        #[unroll]
+        for i in 0..own {
+            sums.rows[h * own + i] *= factor;
+        }
+        #[unroll]
+        for t in 0..TILE {
+            let score = board.scores[h * TILE + t];
+            if score > f32::new(LOWEST) {
+                let weight = (score - largest).exp();
+                sums.weights[h] += weight;
+                #[unroll]
+                for i in 0..own {
+                    let channel = board.unit + i * UNITS;
+                    if channel < width {
+                        sums.rows[h * own + i] += weight * board.tile[t * width + channel];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the sinks to the sums of weights, divides, and writes the unit's channels.
+#[cube]
+fn write_heads(
+    output: &mut [f32],
+    sink_logits: &[f32],
+    first_head: usize,
+    seen: &Seen,
+    board: &Board,
+    sums: &Sums,
+    args: &AttendArgs,
+    #[comptime] bp: AttendBlueprint,
+) {
+    let (width, own) = comptime!((bp.width, bp.own_channels()));
     #[unroll]
     for h in 0..HEADS {
         let head = first_head + h;
         if head < args.heads {
             let sink = sink_logits[head];
-            let base = clamp_min(most[h], sink);
-            let factor = (most[h] - base).exp();
-            let mut sum = weights[h] * factor;
+            let base = clamp_min(sums.most[h], sink);
+            let factor = (sums.most[h] - base).exp();
+            let mut sum = sums.weights[h] * factor;
             // No sink is the lowest number.
             if sink > f32::new(LOWEST) {
                 sum += (sink - base).exp();
             }
-            let at = ((sequence * args.heads + head) * args.tokens + token) * width;
+            let at = ((seen.sequence * args.heads + head) * args.tokens + seen.token) * width;
             #[unroll]
             for i in 0..own {
-                let channel = unit + i * UNITS;
+                let channel = board.unit + i * UNITS;
                 if channel < width {
                     let mut x = f32::new(0.0);
-                    if n > 0 {
-                        x = sums[h * own + i] * factor / sum;
+                    if seen.n > 0 {
+                        x = sums.rows[h * own + i] * factor / sum;
                     }
                     output[at + channel] = x;
                 }
@@ -251,15 +362,9 @@ fn attend_rows<W: Float, R: Float>(
 /// Returns 1 if the `nth` row of a token exists: selections may be shorter than their buffer.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "the outer one is decided when the kernel is compiled")]
-fn row_exists(
-    selected: &[i32],
-    nth: usize,
-    n: usize,
-    seen: &Seen,
-    #[comptime] bp: AttendBlueprint,
-) -> u32 {
+fn row_exists(selected: &[i32], nth: usize, seen: &Seen, #[comptime] bp: AttendBlueprint) -> u32 {
     let mut exists = 0u32;
-    if nth < n {
+    if nth < seen.n {
         exists = 1u32;
         if comptime!(bp.selects) {
             if nth >= seen.recent {
@@ -314,13 +419,15 @@ pub(crate) fn launch_attend(
         grid.count(),
         grid.dim(),
         grid.address,
-        bindings.query,
-        bindings.window,
-        bindings.codes,
-        bindings.floats,
-        bindings.selected,
-        bindings.sink_logits,
-        bindings.span,
+        InputsLaunch::new(
+            bindings.query,
+            bindings.window,
+            bindings.codes,
+            bindings.floats,
+            bindings.selected,
+            bindings.sink_logits,
+            bindings.span,
+        ),
         bindings.output,
         args,
         blueprint,
