@@ -145,17 +145,18 @@ fn sparse_compares_selected_entries_with_all() {
     }
 }
 
-/// The memory of a step grows only by its scores and the numbers sorted by them: 12 bytes for each
-/// entry. One thread, because with several the number of allocations also depends on scheduling.
+/// The peak of a step grows only by its scores and the numbers sorted by them: 12 bytes for each
+/// entry. Every 2048 keys are scored with scratch memory of their own, a few blocks that are freed
+/// again. One thread, because with several the number of blocks also depends on scheduling.
 #[test]
-fn sparse_steps_allocate_the_same_at_every_context() {
+fn memory_of_sparse_steps_grows_by_their_scores_only() {
     let space = Workspace::new();
     let more = ["--contexts", "8192,65536", "--threads", "1"];
     for formats in [["--entries", "f32"], ["--entries", "k4"]] {
         let report = bench(&space, &[&SPARSE, &formats[..], &more].concat());
         let number = |i: usize, name: &str| report["points"][i][name].as_u64().unwrap();
         let grown = |name: &str| number(1, name) - number(0, name);
-        assert!(number(0, "allocations").abs_diff(number(1, "allocations")) <= 2, "{report}");
+        assert!(grown("allocations") <= 4 * grown("n_entries") / 2048, "{report}");
         let (peak, scores) = (grown("peak_bytes"), grown("score_bytes"));
         assert!(scores <= peak && peak <= 3 * scores + scores / 20, "{report}");
     }

@@ -233,7 +233,8 @@ pub struct SparsePoint {
 /// with the indexer alone, and with copying as many bytes as its keys have. The memory of further
 /// steps is measured with `memory`, the program's allocator.
 ///
-/// Entries and keys are random; no context is computed.
+/// Entries and keys are random; no context is computed. The indexer's queries are rounded as its
+/// keys.
 ///
 /// # Errors
 /// [`Error::Plan`] naming the field, the errors of the cache, and [`Error::Device`].
@@ -347,13 +348,19 @@ impl Layer {
                 [(); 2].map(|()| normal(device, [1, 1, compression.lanes() * width]));
             Gated { content, gate }
         };
+        // DeepSeek-V4 rounds the indexer's queries as its keys.
+        let index_query = normal(device, [1, 1, index_heads, index_head_dim]);
+        let index_query = match config.index {
+            Some(index) => index.keys.rounded(index_query),
+            None => index_query,
+        };
         Ok(Self {
             entry,
             key,
             gated: gated(head_dim),
             key_gated: gated(index_head_dim),
             index: IndexQuery {
-                query: normal(device, [1, index_heads, 1, index_head_dim]),
+                query: index_query.swap_dims(1, 2),
                 weights: normal(device, [1, 1, index_heads]),
             },
             query: normal(device, [1, n_heads, 1, head_dim]),
