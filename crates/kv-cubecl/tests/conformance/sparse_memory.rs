@@ -18,6 +18,10 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MILLION: usize = 1_000_000;
 const TWO_TO_20: usize = 1 << 20;
 
+/// No tensor is empty: a store without codes has four words, and one with codes only has a float.
+const NO_CODES: usize = 16;
+const NO_FLOATS: usize = 4;
+
 /// The kinds of layers: with an indexer (CSA), without one (HCA), and with a window only (SWA).
 #[derive(Clone, Copy)]
 enum Kind {
@@ -96,10 +100,12 @@ fn layers_take_the_published_bytes_per_token<T: Target>(_: &On<T>) {
         for tokens in [128, 128 * 1000, TWO_TO_20] {
             let layer = |kind| model.layer(kind, BF16, tokens);
             let (csa, hca, swa) = (layer(Kind::Csa), layer(Kind::Hca), layer(Kind::Swa));
-            assert_eq!((csa.entries, csa.keys), (256 * tokens, 64 * tokens));
-            assert_eq!((hca.entries, hca.keys), (8 * tokens, 0));
+            assert_eq!(csa.entries, 256 * tokens + NO_CODES);
+            assert_eq!(csa.keys, 64 * tokens + NO_CODES);
+            assert_eq!((hca.entries, hca.keys), (8 * tokens + NO_CODES, 0));
             assert_eq!((swa.entries, swa.keys, swa.open), (0, 0, 0));
-            assert_eq!([csa.window, hca.window, swa.window], [128 << 10; 3]);
+            let window = (128 << 10) + NO_CODES;
+            assert_eq!([csa.window, hca.window, swa.window], [window; 3]);
         }
     }
     let per_token = 30 * (256 + 64) + 31 * 8;
@@ -107,12 +113,12 @@ fn layers_take_the_published_bytes_per_token<T: Target>(_: &On<T>) {
     assert_eq!(grown, per_token * TWO_TO_20);
 }
 
-/// Their projections are in f32 with every format.
+/// Projections and gates of entries and of keys are in f32 with every format.
 fn open_windows_take_the_published_bytes<T: Target>(_: &On<T>) {
     for formats in [BF16, F32, FP8_FP4] {
         let open = |kind| PRO.layer(kind, formats, TWO_TO_20).open;
-        assert_eq!(open(Kind::Csa), (64 << 10) + (16 << 10));
-        assert_eq!(open(Kind::Hca), 512 << 10);
+        assert_eq!(open(Kind::Csa), (64 << 10) + (16 << 10) + 4 * NO_CODES);
+        assert_eq!(open(Kind::Hca), (512 << 10) + 2 * NO_CODES);
     }
 }
 
@@ -120,7 +126,9 @@ fn models_take_the_published_bytes<T: Target>(_: &On<T>) {
     published(PRO.bytes(BF16, MILLION), 1e9, 9.86);
     published(PRO.bytes(BF16, TWO_TO_20), GIB, 9.62);
     published(FLASH.bytes(BF16, TWO_TO_20), GIB, 6.72);
-    assert_eq!(PRO.bytes(F32, TWO_TO_20), 2 * PRO.bytes(BF16, TWO_TO_20));
+    let stores = 3 * PRO.csa + 2 * PRO.hca;
+    let f32 = PRO.bytes(F32, TWO_TO_20) + stores * NO_CODES;
+    assert_eq!(f32, 2 * PRO.bytes(BF16, TWO_TO_20));
 }
 
 /// The published entry with 64 channels in bf16 takes 584 bytes: 448 codes, 128 bytes of bf16,
@@ -131,10 +139,11 @@ fn blocks_of_32_take_six_bytes_more_than_published<T: Target>(_: &On<T>) {
     assert_eq!((published, own), (584, 590));
     for model in [FLASH, PRO] {
         let csa = model.layer(Kind::Csa, FP8_FP4, TWO_TO_20);
-        assert_eq!((csa.entries, csa.keys), (own * TWO_TO_20 / 4, 68 * TWO_TO_20 / 4));
+        assert_eq!((csa.entries, csa.keys), (own * TWO_TO_20 / 4, 68 * TWO_TO_20 / 4 + NO_FLOATS));
         assert_eq!(model.layer(Kind::Hca, FP8_FP4, TWO_TO_20).entries, own * TWO_TO_20 / 128);
     }
     let entries = 30 * TWO_TO_20 / 4 + 31 * TWO_TO_20 / 128;
-    let (windows, keys) = (61 * 128 * 1024, 68 * 30 * TWO_TO_20 / 4);
+    let windows = 61 * (128 * 1024 + NO_CODES);
+    let keys = 30 * (68 * TWO_TO_20 / 4 + NO_FLOATS);
     assert_eq!(PRO.bytes(FP8_FP4, TWO_TO_20), windows + keys + own * entries);
 }
