@@ -93,6 +93,75 @@ fn quantize_covers_bits_and_sides() {
     }
 }
 
+/// A small layer of sparse attention.
+const SPARSE: [&str; 15] = [
+    "sparse",
+    "--heads",
+    "4",
+    "--head-dim",
+    "64",
+    "--rope-dim",
+    "32",
+    "--window",
+    "8",
+    "--index-heads",
+    "4",
+    "--index-head-dim",
+    "32",
+    "--top-k",
+    "6",
+];
+
+#[test]
+fn sparse_compares_selected_entries_with_all() {
+    let space = Workspace::new();
+    let formats = ["--entries", "f32,bf16,k4", "--keys", "f32,e4m3b,e2m1b"];
+    // Two samples after two steps to warm up: the second completes a window of 4.
+    let report = bench(&space, &[&SPARSE, &formats[..], &["--contexts", "64,300"]].concat());
+    let points = report["points"].as_array().unwrap();
+    let found: Vec<_> =
+        points.iter().map(|p| format!("{} {} {}", p["entries"], p["keys"], p["context"])).collect();
+    let at = |context| {
+        [("f32", "f32"), ("bf16", "e4m3b"), ("k4", "e2m1b")]
+            .map(|(entries, keys)| format!("{entries:?} {keys:?} {context}"))
+    };
+    assert_eq!(found, [at(64), at(300)].concat());
+    // Bytes of a key of 32 channels: floats, bytes with a scale, and codes of 4 bits with a scale.
+    let key_bytes = [32 * 4, 32 + 1, 16 + 1];
+    for (point, bytes) in points.iter().zip(key_bytes.iter().cycle()) {
+        for field in ["step", "step_completing", "dense", "index", "copy"] {
+            assert_timing(&point[field]);
+        }
+        assert_eq!(point["step"]["samples"], 2);
+        assert_eq!(point["step_completing"]["samples"], 1);
+        let number = |name: &str| point[name].as_u64().unwrap();
+        let n = number("n_entries");
+        assert_eq!(n, number("context") / 4);
+        assert!(number("key_bytes").abs_diff(bytes * n) <= n, "{point}");
+        assert_eq!(number("bytes"), number("bytes_after"));
+        assert_eq!(number("score_bytes"), 4 * n);
+        let ratio = |name: &str| point[name].as_f64().unwrap();
+        assert!(ratio("dense_over_step") > 0.0 && ratio("index_over_copy") > 0.0, "{point}");
+    }
+}
+
+/// The peak of a step grows only by its scores and the numbers sorted by them: 12 bytes for each
+/// entry. Every 2048 keys are scored with scratch memory of their own, a few blocks that are freed
+/// again. One thread, because with several the number of blocks also depends on scheduling.
+#[test]
+fn memory_of_sparse_steps_grows_by_their_scores_only() {
+    let space = Workspace::new();
+    let more = ["--contexts", "8192,65536", "--threads", "1"];
+    for formats in [["--entries", "f32"], ["--entries", "k4"]] {
+        let report = bench(&space, &[&SPARSE, &formats[..], &more].concat());
+        let number = |i: usize, name: &str| report["points"][i][name].as_u64().unwrap();
+        let grown = |name: &str| number(1, name) - number(0, name);
+        assert!(grown("allocations") <= 4 * grown("n_entries") / 2048, "{report}");
+        let (peak, scores) = (grown("peak_bytes"), grown("score_bytes"));
+        assert!(scores <= peak && peak <= 3 * scores + scores / 20, "{report}");
+    }
+}
+
 #[test]
 fn models_decode_and_prefill() {
     let space = Workspace::new();
@@ -202,6 +271,22 @@ fn a_wrong_argument_is_named() {
         (vec!["flush", "--batch", "0"], "batch 0: must be at least 1"),
         (vec!["decode-attention", "--head-dim", "50", "--cache", "k2v2"], "head_dim"),
         (vec!["quantize", "--group-size", "5"], "group_size 5"),
+        (vec!["sparse", "--contexts", "0"], "contexts 0: must be at least 1"),
+        (vec!["sparse", "--contexts", "3"], "contexts 3: must be at least the ratio, 4"),
+        (vec!["sparse", "--contexts", "99999999999"], "contexts 99999999999: must be at most"),
+        (vec!["sparse", "--top-k", "0"], "top_k 0: must be at least 1"),
+        (vec!["sparse", "--ratio", "0"], "ratio 0: must be at least 1"),
+        (vec!["sparse", "--heads", "0"], "heads 0: must be at least 1"),
+        (vec!["sparse", "--window", "0"], "window 0: must be at least 1"),
+        (vec!["sparse", "--samples", "0"], "samples 0: must be at least 1"),
+        (vec!["sparse", "--rope-dim", "7"], "rope_dim 7: must be even, from 2 to the 128"),
+        (vec!["sparse", "--keys", "f32,bf16"], "keys f32,bf16: must be one format, or one for"),
+        (vec!["sparse", "--entries", "k9"], "must be f32, f16, bf16 or one of k2"),
+        (
+            vec!["sparse", "--index-head-dim", "100", "--keys", "e4m3b"],
+            "head_dim 100: must be a multiple of 32",
+        ),
+        (vec!["sparse", "--heads", "99999999999"], "must be below 2^32 elements"),
         (
             vec!["decode", "--model", &model, "--contexts", "20,21", "--cache", "float"],
             "must be above 0 and ascend",

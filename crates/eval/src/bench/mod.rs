@@ -9,6 +9,7 @@ mod frames;
 mod llm;
 mod model;
 mod size;
+mod sparse;
 
 use std::{hint::black_box, time::Instant};
 
@@ -26,6 +27,7 @@ pub use codec::{CodecPoint, codec_bytes, time_codec};
 pub use frames::{FramesPlan, FramesPoint, time_frames};
 pub use llm::{LlmPlan, LlmPoint, Spread, time_llm};
 pub use model::{DecodePoint, DecodeSubject, PrefillPoint, time_decode, time_prefill, timed_steps};
+pub use sparse::{RowCodes, SparseFormats, SparsePlan, SparsePoint, time_sparse};
 
 use crate::{Error, Result};
 
@@ -103,37 +105,35 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
 /// [`Error::Device`].
 pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) -> Result<f64> {
     let _phase = trace_span!(target: PHASE, "copy").entered();
-    let timing = match T::NAME {
-        "flex" => {
-            let source = vec![1u8; bytes];
-            let mut target = vec![0u8; bytes];
-            let part = bytes.div_ceil(rayon::current_num_threads());
-            let copy = move || {
-                let parts = target.par_chunks_mut(part).zip(source.par_chunks(part));
-                parts.for_each(|(target, source)| target.copy_from_slice(black_box(source)));
-                black_box(&target);
-                Ok(())
-            };
-            time_in_turn(rounds, vec![Box::new(copy)])?
-        }
-        _ => {
-            let source = Tensor::<1>::ones([bytes / size_of::<f32>()], &**device);
-            let copy = || {
-                // Adding 1 copies the data; a clone would share the buffer. An element is read back
-                // to wait for the device; it is only read when its value is used.
-                let last = source.dims()[0] - 1;
-                let copied = source.clone().add_scalar(1.0).narrow(0, last, 1).try_into_data();
-                copied.map(|data| _ = black_box(data.iter::<f32>().next())).map_err(|error| {
-                    Error::Device {
-                        cache: format!("copy on {}", T::NAME),
-                        why: format!("{error:?}"),
-                    }
-                })
-            };
-            time_in_turn(rounds, vec![Box::new(copy)])?
-        }
-    };
+    let timing = time_in_turn(rounds, vec![copier(device, bytes)])?;
     Ok(bytes as f64 / timing[0].median)
+}
+
+/// Returns the operation that copies `bytes` from one buffer to another: on the CPU by all threads,
+/// otherwise by the device.
+fn copier<'a, T: Target>(device: &On<T>, bytes: usize) -> Subject<'a> {
+    if T::NAME == "flex" {
+        let source = vec![1u8; bytes];
+        let mut target = vec![0u8; bytes];
+        let part = bytes.div_ceil(rayon::current_num_threads());
+        return Box::new(move || {
+            let parts = target.par_chunks_mut(part).zip(source.par_chunks(part));
+            parts.for_each(|(target, source)| target.copy_from_slice(black_box(source)));
+            black_box(&target);
+            Ok(())
+        });
+    }
+    let source = Tensor::<1>::ones([bytes.div_ceil(size_of::<f32>())], &**device);
+    Box::new(move || {
+        // Adding 1 copies the data; a clone would share the buffer. An element is read back
+        // to wait for the device; it is only read when its value is used.
+        let last = source.dims()[0] - 1;
+        let copied = source.clone().add_scalar(1.0).narrow(0, last, 1).try_into_data();
+        copied.map(|data| _ = black_box(data.iter::<f32>().next())).map_err(|error| Error::Device {
+            cache: format!("copy on {}", T::NAME),
+            why: format!("{error:?}"),
+        })
+    })
 }
 
 fn no_graph_capture<T: Target>() -> Error {

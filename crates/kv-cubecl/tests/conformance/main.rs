@@ -39,6 +39,7 @@ mod sparse;
 mod sparse_cache;
 #[cfg(feature = "autodiff")]
 mod sparse_gradients;
+mod sparse_memory;
 mod sparse_recall;
 mod sparse_select;
 mod step;

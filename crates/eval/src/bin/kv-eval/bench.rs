@@ -4,6 +4,7 @@ mod frames;
 mod llm;
 mod models;
 mod output;
+mod sparse;
 
 use std::path::PathBuf;
 
@@ -21,6 +22,7 @@ use self::{
     llm::{LlmArgs, llm},
     models::{DecodeArgs, PrefillArgs, decode, prefill},
     output::{Common, Sinks, by_context, check_memory, us},
+    sparse::{SparseArgs, sparse},
 };
 use crate::{
     arguments::{NamedCache, layer_caches, policies},
@@ -56,6 +58,9 @@ enum Bench {
     Flush(LayerArgs),
     /// Time a frame's attention over a full ring of frames, as in a world model.
     Frames(FramesArgs),
+    /// Time a step of one layer of sparse attention, as in DeepSeek-V4, against attention to all
+    /// entries, and its indexer against copying its keys.
+    Sparse(SparseArgs),
     /// Time quantizing and restoring whole tensors.
     Quantize(CodecArgs),
 }
@@ -144,6 +149,7 @@ impl Bench {
             Self::Frames(args) => {
                 (policies(NamedFiles::default(), &args.caches), &args.common.json)
             }
+            Self::Sparse(args) => (NamedFiles::default(), &args.common.json),
             Self::Quantize(args) => (NamedFiles::default(), &args.common.json),
             Self::Decode(args) => return args.bench.files(),
             Self::Prefill(args) => return args.bench.files(),
@@ -164,6 +170,7 @@ pub(crate) fn run(Args { bench, profile }: &Args) -> Result<()> {
         }
         Bench::Flush(args) => dispatch!(args.common.backend, Plain, flush(args, to)),
         Bench::Frames(args) => dispatch!(args.common.backend, Plain, frames(args, to)),
+        Bench::Sparse(args) => dispatch!(args.common.backend, Plain, sparse(args, to)),
         Bench::Quantize(args) => dispatch!(args.common.backend, Plain, codec(args, to)),
         Bench::Decode(args) => dispatch!(args.bench.on.backend, Plain, decode(args, to)),
         Bench::Prefill(args) => dispatch!(args.bench.on.backend, Plain, prefill(args, to)),
