@@ -1,19 +1,22 @@
 //! Benchmark of one layer of sparse attention over compressed entries.
 
+mod fill;
+mod layer;
+
 use std::{fmt, str::FromStr, time::Instant};
 
-use burn::tensor::{DType, Distribution, Int, Tensor};
 use kv_cubecl::{
-    CacheFloat, KvFormat, On, RopeTable, Target,
-    sparse::{
-        Compression, EntryCompressor, Gated, IndexConfig, IndexQuery, KeyCompressor, RowFormat,
-        RowLayout, SparseCache, SparseConfig, SparseMemory, SparsePart, SparseTensor, Visible,
-    },
+    CacheFloat, KvFormat, On, Target,
+    sparse::{Compression, IndexConfig, RowFormat, SparseCache, SparseConfig, SparseMemory},
 };
 use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
 
+use self::{
+    fill::{filled, part},
+    layer::Layer,
+};
 use super::{Timing, WARM_UP, copier, size, wait};
 use crate::{Error, Result, memory::Tracking};
 
@@ -103,9 +106,6 @@ const MOST_CONTEXT: usize = 1 << 30;
 
 /// Steps whose memory is measured, at most. They follow the timed ones.
 const MEASURED: usize = 8;
-
-/// Entries that are computed at once to fill a cache.
-const FILL: usize = 512;
 
 impl SparsePlan {
     fn check(&self, context: usize) -> Result<()> {
@@ -316,211 +316,4 @@ fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
     let start = Instant::now();
     work()?;
     Ok(start.elapsed().as_secs_f64())
-}
-
-fn part(parts: &[SparsePart], name: &str) -> SparseTensor {
-    let part = parts.iter().find(|part| part.name == name);
-    part.expect("caches of alike configurations have the same parts").tensor.clone()
-}
-
-fn normal<T: Target, const D: usize>(device: &On<T>, shape: [usize; D]) -> Tensor<D> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device)
-}
-
-/// Random parameters of a layer, and random inputs of a token.
-struct Layer {
-    entry: EntryCompressor,
-    key: KeyCompressor,
-    gated: Gated,
-    key_gated: Gated,
-    index: IndexQuery,
-    query: Tensor<4>,
-    rows: Tensor<4>,
-    sinks: Tensor<1>,
-}
-
-impl Layer {
-    fn random<T: Target>(device: &On<T>, plan: &SparsePlan, config: &SparseConfig) -> Result<Self> {
-        let SparsePlan { n_heads, head_dim, index_heads, index_head_dim, compression, .. } = *plan;
-        let (entry, key) = compressors(device, plan, config, compression)?;
-        let gated = |width: usize| {
-            let [content, gate] =
-                [(); 2].map(|()| normal(device, [1, 1, compression.lanes() * width]));
-            Gated { content, gate }
-        };
-        // DeepSeek-V4 rounds the indexer's queries as its keys.
-        let index_query = normal(device, [1, 1, index_heads, index_head_dim]);
-        let index_query = match config.index {
-            Some(index) => index.keys.rounded(index_query),
-            None => index_query,
-        };
-        Ok(Self {
-            entry,
-            key,
-            gated: gated(head_dim),
-            key_gated: gated(index_head_dim),
-            index: IndexQuery {
-                query: index_query.swap_dims(1, 2),
-                weights: normal(device, [1, 1, index_heads]),
-            },
-            query: normal(device, [1, n_heads, 1, head_dim]),
-            rows: normal(device, [1, 1, 1, head_dim]),
-            sinks: normal(device, [n_heads]),
-        })
-    }
-
-    fn select(&self, memory: &mut SparseMemory<'_>) -> Result<kv_cubecl::sparse::Selection> {
-        Ok(memory.select(&self.key, self.key_gated.clone(), &self.index)?)
-    }
-
-    /// Appends a token and attends, to selected entries or to all.
-    fn step(&self, cache: &mut SparseCache, selects: bool) -> Result<()> {
-        let mut memory = SparseMemory::cached(cache, &[1])?;
-        let entries = memory.compress(&self.entry, self.gated.clone())?;
-        let selection = if selects { Some(self.select(&mut memory)?) } else { None };
-        let visible = match &selection {
-            Some(selection) => Visible::Selected(&entries, selection),
-            None => Visible::All(&entries),
-        };
-        let (query, rows, sinks) = (self.query.clone(), self.rows.clone(), self.sinks.clone());
-        memory.attend(query, rows, visible, Some(sinks))?;
-        Ok(())
-    }
-}
-
-/// Returns compressors with random position biases. Keys with codes have a Hadamard transform.
-fn compressors<T: Target>(
-    device: &On<T>,
-    plan: &SparsePlan,
-    config: &SparseConfig,
-    compression: Compression,
-) -> Result<(EntryCompressor, KeyCompressor)> {
-    const EPSILON: f64 = 1e-6;
-    let bias = |width| normal(device, [compression.ratio, compression.lanes() * width]);
-    let gain = |width| Tensor::ones([width], &**device);
-    let half = plan.rope_dim / 2;
-    let positions = Tensor::<1, Int>::arange(0..config.capacity as i64, (&**device, DType::I32));
-    let pairs = Tensor::<1, Int>::arange(0..half as i64, (&**device, DType::I32));
-    let frequencies = (pairs.float() * (-(10_000f32.ln()) / half as f32)).exp();
-    let angles = positions.float().unsqueeze_dim::<2>(1) * frequencies.unsqueeze_dim::<2>(0);
-    let rope = RopeTable::new(Tensor::cat(vec![angles.clone().cos(), angles.sin()], 1))?;
-    let (width, key_width) = (plan.head_dim, plan.index_head_dim);
-    let entry = EntryCompressor::new(compression, bias(width), gain(width), EPSILON, rope.clone())?;
-    let hadamard = config.index.is_some_and(|index| index.keys.codes.is_quantized());
-    let (bias, gain) = (bias(key_width), gain(key_width));
-    let key = KeyCompressor::new(compression, bias, gain, EPSILON, rope, hadamard)?;
-    Ok((entry, key))
-}
-
-/// Creates a cache of `context` tokens, whose entries and keys are random rows.
-fn filled<T: Target>(
-    device: &On<T>,
-    plan: &SparsePlan,
-    config: &SparseConfig,
-    context: usize,
-) -> Result<SparseCache> {
-    let mut empty = *config;
-    // Windows and projections of this cache have the shapes of the large one's.
-    empty.capacity = plan.sliding_window.max(plan.compression.ratio).min(config.capacity);
-    let recent = SparseCache::new(&empty, 1, device)?.parts();
-    let blocks = random_blocks(device, plan, config)?;
-    let slots = config.entry_capacity();
-    let index = config.index.as_ref();
-    let keys = index.map_or((0, config.entries), |index| (index.head_dim, index.keys));
-    let fill = |name: &'static str, _: bool| -> Result<SparseTensor> {
-        let (width, format) = match name.starts_with("keys") {
-            true => keys,
-            false => (config.head_dim, config.entries),
-        };
-        let layout = RowLayout { batch: 1, slots, width, format };
-        let all = || blocks.iter().map(|parts| part(parts, name));
-        Ok(match name {
-            "entries.codes" | "keys.codes" => SparseTensor::Codes(joined_codes(all(), layout)),
-            "entries" | "keys" => {
-                let rows = all().filter_map(|rows| match rows {
-                    SparseTensor::Floats(rows) => Some(rows),
-                    SparseTensor::Codes(_) => None,
-                });
-                SparseTensor::Floats(Tensor::cat(rows.collect(), 1).narrow(1, 0, slots))
-            }
-            _ => match part(&recent, name) {
-                SparseTensor::Floats(rows) => {
-                    let random = normal(device, rows.dims());
-                    SparseTensor::Floats(random.cast(rows.dtype()))
-                }
-                codes @ SparseTensor::Codes(_) => codes,
-            },
-        })
-    };
-    SparseCache::from_parts(config, vec![context], device, fill)
-}
-
-/// Returns the parts of caches of [`FILL`] random entries, enough for all entries of `config`.
-fn random_blocks<T: Target>(
-    device: &On<T>,
-    plan: &SparsePlan,
-    config: &SparseConfig,
-) -> Result<Vec<Vec<SparsePart>>> {
-    // Each token is an entry, and there is one head, so scores take little time.
-    let each = Compression::new(1);
-    let mut block = SparseConfig::new(config.head_dim, 1)
-        .with_capacity(FILL)
-        .with_compression(each)
-        .with_formats(CacheFloat::F32, config.entries);
-    block.index = config.index.map(|index| IndexConfig { top_k: 1, ..index });
-    let (entry, key) = compressors(device, plan, &block, each)?;
-    let gated = |width: usize| Gated {
-        content: normal(device, [1, FILL, width]),
-        gate: Tensor::zeros([1, FILL, width], &**device),
-    };
-    let width = plan.index_head_dim;
-    let query = IndexQuery {
-        query: normal(device, [1, 1, FILL, width]),
-        weights: normal(device, [1, FILL, 1]),
-    };
-    let blocks = config.entry_capacity().div_ceil(FILL);
-    let fill = |_| -> Result<_> {
-        let mut cache = SparseCache::new(&block, 1, device)?;
-        let mut memory = SparseMemory::cached(&mut cache, &[FILL])?;
-        memory.compress(&entry, gated(plan.head_dim))?;
-        memory.select(&key, gated(width), &query)?;
-        let mut parts = cache.parts();
-        parts.retain(|part| ["entries", "keys"].contains(&part.name.trim_end_matches(".codes")));
-        Ok(parts)
-    };
-    (0..blocks).map(fill).collect()
-}
-
-/// Joins the code words of blocks of [`FILL`] rows to the words of a sequence.
-fn joined_codes(blocks: impl Iterator<Item = SparseTensor>, layout: RowLayout) -> Tensor<1, Int> {
-    let blocks: Vec<_> = blocks
-        .filter_map(|words| match words {
-            SparseTensor::Codes(words) => Some(words),
-            SparseTensor::Floats(_) => None,
-        })
-        .collect();
-    // Codes of all rows come first, then parameters that share words.
-    let regions = |layout: RowLayout| {
-        let packed = layout.packed().expect("rows have codes");
-        let codes = match packed.spec.packs_parameters() {
-            true => packed.parameters(),
-            false => packed.words(),
-        };
-        [0..codes, codes..packed.words()]
-    };
-    let from = regions(RowLayout { slots: FILL, ..layout });
-    let mut parts = vec![];
-    for (from, to) in from.into_iter().zip(regions(layout)) {
-        if to.is_empty() {
-            continue;
-        }
-        let words = blocks.iter().map(|words| words.clone().narrow(0, from.start, from.len()));
-        parts.push(Tensor::cat(words.collect(), 0).narrow(0, 0, to.len()));
-    }
-    let len: usize = parts.iter().map(|part| part.dims()[0]).sum();
-    if layout.words() > len {
-        let options = (&blocks[0].device(), DType::U32);
-        parts.push(Tensor::zeros([layout.words() - len], options));
-    }
-    Tensor::cat(parts, 0)
 }
