@@ -10,8 +10,8 @@ use kv_cubecl::{
 };
 
 use super::{
-    SparsePlan,
     layer::{compressors, normal},
+    plan::SparsePlan,
 };
 use crate::Result;
 

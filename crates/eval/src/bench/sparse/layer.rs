@@ -9,7 +9,7 @@ use kv_cubecl::{
     },
 };
 
-use super::SparsePlan;
+use super::plan::SparsePlan;
 use crate::Result;
 
 pub(super) fn normal<T: Target, const D: usize>(device: &On<T>, shape: [usize; D]) -> Tensor<D> {
