@@ -279,18 +279,30 @@ earlier tokens are compressed; raise rollback"
         let names: Vec<_> = cache.stores().into_iter().map(|(names, _)| names).collect();
         for ([codes, floats], store) in names.into_iter().zip(cache.stores_mut()) {
             let layout = store.layout;
+            let other_kind = |tensor, shape: Vec<usize>, rule: &str| Error::Shape {
+                op: "from_parts",
+                tensor,
+                shape,
+                rule: rule.to_string(),
+            };
             let codes = match layout.sequence_words() {
                 0 => store.codes(),
                 _ => match part(codes, true)? {
                     SparseTensor::Codes(words) => words,
-                    SparseTensor::Floats(_) => store.codes(),
+                    SparseTensor::Floats(rows) => {
+                        let shape = rows.dims().to_vec();
+                        return Err(other_kind(codes, shape, "must be code words").into());
+                    }
                 },
             };
             let floats = match layout.floats() {
                 0 => store.floats(),
                 _ => match part(floats, false)? {
                     SparseTensor::Floats(rows) => rows,
-                    SparseTensor::Codes(_) => store.floats(),
+                    SparseTensor::Codes(words) => {
+                        let shape = words.dims().to_vec();
+                        return Err(other_kind(floats, shape, "must be rows of floats").into());
+                    }
                 },
             };
             *store = RowStore::checked(layout, codes, floats)?;
