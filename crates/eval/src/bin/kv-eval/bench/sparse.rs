@@ -99,8 +99,8 @@ pub(super) fn sparse<T: Target>(args: &SparseArgs, profile: &mut Profile) -> Res
     }
     let sinks = Sinks::open(&args.common.json, None)?;
     let what = format!(
-        "a step of one layer of sparse attention on {}: {} heads of {}, sliding window {}, ratio {}{}, \
-         {} index heads of {}, top-k {}",
+        "a step of one layer of sparse attention on {}: {} heads of {}, sliding window {}, \
+         ratio {}{}, {} index heads of {}, top-k {}",
         T::NAME,
         args.heads,
         args.head_dim,
