@@ -260,7 +260,8 @@ earlier tokens are compressed; raise rollback"
         parts
     }
 
-    /// Makes a cache of the tensors of [`parts`](Self::parts), which `part` returns by name.
+    /// Makes a cache of the tensors of [`parts`](Self::parts), which `part` returns by name. Its
+    /// second argument is true for code words, and false for rows of floats.
     ///
     /// # Errors
     /// The errors of [`new`](Self::new) and of `part`; [`Error::Shape`] for a tensor that does not

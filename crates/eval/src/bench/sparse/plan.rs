@@ -105,7 +105,7 @@ impl SparsePlan {
             ("contexts", context),
             ("heads", n_heads),
             ("head_dim", head_dim),
-            ("window", self.sliding_window),
+            ("sliding_window", self.sliding_window),
             ("ratio", self.compression.ratio),
             ("index_heads", index_heads),
             ("index_head_dim", index_head_dim),

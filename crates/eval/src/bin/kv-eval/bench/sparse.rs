@@ -37,7 +37,7 @@ pub(crate) struct SparseArgs {
     rope_dim: usize,
     /// Recent tokens that a query sees without compression.
     #[arg(long, default_value_t = 128)]
-    window: usize,
+    sliding_window: usize,
     /// Tokens of a compressed entry.
     #[arg(long, default_value_t = 4)]
     ratio: usize,
@@ -61,7 +61,7 @@ impl SparseArgs {
             n_heads: self.heads,
             head_dim: self.head_dim,
             rope_dim: self.rope_dim,
-            sliding_window: self.window,
+            sliding_window: self.sliding_window,
             compression: Compression { ratio: self.ratio, overlap: !self.no_overlap },
             index_heads: self.index_heads,
             index_head_dim: self.index_head_dim,
@@ -99,12 +99,12 @@ pub(super) fn sparse<T: Target>(args: &SparseArgs, profile: &mut Profile) -> Res
     }
     let sinks = Sinks::open(&args.common.json, None)?;
     let what = format!(
-        "a step of one layer of sparse attention on {}: {} heads of {}, window {}, ratio {}{}, \
-         {} index heads of {}, top-k {}",
+        "a step of one layer of sparse attention on {}: {} heads of {}, sliding window {}, \
+         ratio {}{}, {} index heads of {}, top-k {}",
         T::NAME,
         args.heads,
         args.head_dim,
-        args.window,
+        args.sliding_window,
         args.ratio,
         if args.no_overlap { "" } else { " with overlap" },
         args.index_heads,
