@@ -609,9 +609,9 @@ fn golden_logits_on_wgpu() {
         };
         let [batch, seq] = expected.ids.dims();
         check(model.forward(expected.ids.clone(), config("float", seq)).unwrap(), 0, "at once");
-        let steps = expected.decoded.as_ref().map_or(0, |decoded| decoded.dims()[1]);
-        let one_by_one = [vec![seq - steps], vec![1; steps]].concat();
-        for sizes in [one_by_one, partition(rng, seq), partition(rng, seq)] {
+        // A step of this model takes seconds on a software driver.
+        let one_by_one = [vec![seq - 9], vec![1; 9]].concat();
+        for sizes in [one_by_one, partition(rng, seq)] {
             let mut cache = model.new_cache(config("float", seq), batch, &device).unwrap();
             for size in &sizes {
                 let first = cache.len();

@@ -7,9 +7,8 @@ use burn::{
 
 use super::{
     AttendInputs, AttendPlan, Compression, Gated, IndexQuery, PoolInputs, PoolPlan, RowFormat,
-    RowLayout, Selection, SparseConfig, SparseOps, Stride,
-    compressor::Compressor,
-    store::{RowStore, span},
+    RowLayout, Selection, SparseConfig, SparseOps, Stride, compressor::Compressor, span::span,
+    store::RowStore,
 };
 use crate::{CacheFloat, Error, Result, functions::hadamard};
 

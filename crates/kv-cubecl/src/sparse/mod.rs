@@ -19,6 +19,7 @@ mod rope;
 mod rounded;
 mod select;
 mod slots;
+mod span;
 mod store;
 
 pub use attention::{Compressed, SparseOptions, sparse_attention};

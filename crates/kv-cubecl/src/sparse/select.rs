@@ -1,8 +1,11 @@
 //! [`Selection`]: the entries that an indexer selects for each token.
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
+use burn::{
+    backend::Dispatch,
+    tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation},
+};
 
-use super::Compression;
+use super::{Compression, SparseOps, span::span};
 use crate::{Error, Result, error::invalid};
 
 /// Rows of scores that are computed together.
@@ -92,7 +95,8 @@ pub fn index_scores(index: &IndexQuery, keys: &Tensor<4>) -> Result<Tensor<3>> {
     Ok(Tensor::cat((0..tokens).step_by(ROWS).map(rows).collect(), 1))
 }
 
-/// Selects for each token the `top_k` entries with the highest scores among those that it sees.
+/// Selects for each token the `top_k` entries with the highest scores among those that it sees. Of
+/// equal scores, the first entries win, and a NaN counts as the lowest score.
 ///
 /// # Shapes
 /// - `scores`: `[batch, tokens, entries]`, of tokens at positions `first..first + tokens`
@@ -108,14 +112,11 @@ pub fn select_entries(
     if top_k == 0 {
         return Err(invalid("top_k", 0, "must be at least 1"));
     }
-    let ([_, tokens, n], device) = (scores.dims(), scores.device());
-    let hidden = hidden_entries(first, tokens, n, compression, &device);
-    let scores = scores.detach();
-    // A NaN counts as the lowest score.
-    let scores = scores.clone().mask_fill(scores.is_nan(), f32::MIN);
-    let scores = scores.mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY);
-    let (best, indices) = scores.topk_with_indices(top_k.min(n), 2);
-    Ok(Selection::new(indices.mask_fill(best.equal_elem(f32::NEG_INFINITY), -1)))
+    let ([batch, tokens, n], device) = (scores.dims(), scores.device());
+    let span = span(&vec![first; batch], &vec![tokens; batch], &device).into_dispatch();
+    let scores = scores.detach().cast(DType::F32).into_dispatch();
+    let selected = <Dispatch as SparseOps>::top_entries(scores, span, compression, top_k.min(n));
+    Ok(Selection::new(Tensor::from_dispatch(selected)))
 }
 
 /// Returns which of `n` entries each token does not see, `[tokens, n]`.

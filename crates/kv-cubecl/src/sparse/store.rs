@@ -8,12 +8,6 @@ use burn::{
 use super::{RowLayout, Rows, SparseOps, Stride};
 use crate::{Error, Result};
 
-/// Returns the span of a call, see [`SparseOps`]: tokens before it, and how many come.
-pub(super) fn span(starts: &[usize], counts: &[usize], device: &Device) -> Tensor<2, Int> {
-    let numbers: Vec<i32> = starts.iter().chain(counts).map(|&n| n as i32).collect();
-    Tensor::from_data(TensorData::new(numbers, [2, starts.len()]), (device, DType::I32))
-}
-
 /// A store of rows. The tensors are `None` only while a backend writes them.
 #[derive(Clone, Debug)]
 pub(super) struct RowStore {
