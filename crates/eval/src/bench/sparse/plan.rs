@@ -162,10 +162,10 @@ impl SparsePlan {
             })
     }
 
-    /// Returns the bytes that [`time_sparse`] takes at a context.
+    /// Returns the bytes that [`time_sparse`](super::time_sparse) takes at a context.
     ///
     /// # Errors
-    /// Returns the errors that [`time_sparse`] finds before it allocates.
+    /// Returns the errors that [`time_sparse`](super::time_sparse) finds before it allocates.
     pub fn bytes(&self, formats: SparseFormats, context: usize) -> Result<u64> {
         self.check(context)?;
         let config = self.config(formats, context);
