@@ -286,20 +286,41 @@ fn select(scores: &[f32], selected: &mut [i32]) {
         (0..).zip(selected).take(scores.len()).for_each(|(i, to)| *to = i);
         return;
     }
-    // Orders by score, then by the smaller number. NaN is below every score.
-    let key = |(i, score): (usize, &f32)| {
-        let bits = (score + 0.0).to_bits();
-        let ordered = match bits >> 31 {
-            _ if score.is_nan() => 0,
-            0 => bits | 1 << 31,
-            _ => !bits,
-        };
-        u64::from(ordered) << 32 | u64::from(!(i as u32))
+    // Scores that may be among the highest. When there are too many, the lowest are dropped, and
+    // later scores must be above what is left. So most scores cost a comparison.
+    let room = 2 * top_k + 64;
+    let mut keys: Vec<u64> = Vec::with_capacity(room);
+    let mut least = 0;
+    let shrink = |keys: &mut Vec<u64>| {
+        let (_, least, _) = keys.select_nth_unstable_by(top_k - 1, |a, b| b.cmp(a));
+        let least = *least;
+        keys.truncate(top_k);
+        least
     };
-    let mut keys: Vec<u64> = scores.iter().enumerate().map(key).collect();
-    keys.select_nth_unstable_by(top_k - 1, |a, b| b.cmp(a));
+    for (i, &score) in scores.iter().enumerate() {
+        let key = key(i, score);
+        if key > least {
+            keys.push(key);
+            if keys.len() == room {
+                least = shrink(&mut keys);
+            }
+        }
+    }
+    shrink(&mut keys);
     for (to, key) in selected.iter_mut().zip(keys) {
         *to = !(key as u32) as i32;
     }
     selected.sort_unstable();
+}
+
+/// Returns a number that orders by score, then by the smaller number of an entry. NaN is below
+/// every score.
+fn key(i: usize, score: f32) -> u64 {
+    let bits = (score + 0.0).to_bits();
+    let ordered = match bits >> 31 {
+        _ if score.is_nan() => 0,
+        0 => bits | 1 << 31,
+        _ => !bits,
+    };
+    u64::from(ordered) << 32 | u64::from(!(i as u32))
 }
