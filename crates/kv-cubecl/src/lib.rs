@@ -46,6 +46,7 @@ pub mod reference;
 mod rope;
 mod running;
 mod scores;
+mod sequences;
 mod shapes;
 mod sides;
 #[cfg(feature = "flex")]

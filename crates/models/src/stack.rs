@@ -334,8 +334,8 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         Ok(self.norm.normalize(self.states(ids, pass)?))
     }
 
-    /// Returns the states after the last layer, before the final norm. Their width is that of the
-    /// layers.
+    /// Returns the states after the last layer, before the final norm. They are as wide as the
+    /// output of a layer.
     fn states(&self, ids: Tensor<2, Int>, mut pass: Pass<'_>) -> Result<Tensor<3>> {
         let seq = ids.dims()[1];
         let ropes = pass.ropes(&self.spec, seq, &ids.device());

@@ -502,7 +502,7 @@ fn graphs_write_nothing_after_an_end_of_text() {
     }
 }
 
-/// Quantized entries and keys are those of the parallel form. Single codes may change in rounding,
+/// Quantized entries and keys equal the parallel form's. Single codes may change in rounding,
 /// and with them a selection, but the mean difference stays small.
 #[test]
 fn quantized_caches_approximate_the_float_cache() {

@@ -1,7 +1,7 @@
 //! Selects, reorders and repeats the sequences of a batch, and joins batches.
 
-use super::{KvCache, slots::check_sequence, state::State};
-use crate::{CacheShape, Error, Result, layout::CacheLayout};
+use super::{KvCache, state::State};
+use crate::{CacheShape, Error, Result, layout::CacheLayout, sequences::check_sequence};
 
 impl KvCache {
     /// Copies the given sequences of the batch to a new cache, in this order. A sequence may occur
@@ -11,7 +11,9 @@ impl KvCache {
     /// [`Error::InvalidConfig`] for no sequences, and for one that the batch does not have.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let shape = self.layout.shape();
-        sequences.iter().try_for_each(|&sequence| check_sequence(sequence, shape.batch))?;
+        sequences
+            .iter()
+            .try_for_each(|&sequence| check_sequence("sequence", sequence, shape.batch))?;
         let shape = CacheShape { batch: sequences.len(), ..shape };
         let layout = CacheLayout::new(self.layout.config(), shape)?;
         let state = self.state.select(&self.layout, &layout, sequences);

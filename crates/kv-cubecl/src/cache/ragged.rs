@@ -2,8 +2,11 @@
 
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::{KvCache, slots::check_sequence, state::StepPosition};
-use crate::{Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout};
+use super::{KvCache, state::StepPosition};
+use crate::{
+    Attention, CacheShape, Error, Result, error::invalid, layout::CacheLayout,
+    sequences::check_sequence,
+};
 
 /// Most tokens per sequence that are appended step by step, with one launch for all sequences.
 ///
@@ -204,7 +207,7 @@ impl KvCache {
     /// Copies one sequence to a cache of its own, of layout
     /// [`layout_of_one`](Self::layout_of_one).
     pub(super) fn alone(&self, sequence: usize, layout: CacheLayout) -> Self {
-        debug_assert_eq!(check_sequence(sequence, self.lens.len()), Ok(()));
+        debug_assert_eq!(check_sequence("sequence", sequence, self.lens.len()), Ok(()));
         let state = self.state.select(&self.layout, &layout, &[sequence]);
         let (lens, options) = (vec![self.lens[sequence]], self.options);
         Self {

@@ -7,6 +7,7 @@ use crate::{
     CacheShape, Error, Result,
     error::invalid,
     layout::{CacheLayout, Side, Sides},
+    sequences::{check_free, check_holds},
 };
 
 impl KvCache {
@@ -16,7 +17,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have or that holds no token.
     pub fn remove(&mut self, sequence: usize) -> Result<()> {
-        self.check_holds(sequence)?;
+        check_holds(sequence, &self.lens)?;
         self.lens[sequence] = 0;
         Ok(())
     }
@@ -29,7 +30,7 @@ impl KvCache {
     /// that is empty or has another batch than 1. [`Error::Unsupported`] for a `cache` whose
     /// configuration, heads, options or device differ. On failure the cache is unchanged.
     pub fn admit(&mut self, sequence: usize, cache: &Self) -> Result<()> {
-        self.check_free("sequence", sequence)?;
+        check_free("sequence", sequence, &self.lens)?;
         let batch = cache.lens.len();
         if batch != 1 {
             return Err(invalid("batch", batch, "a cache that is admitted must be of 1 sequence"));
@@ -39,7 +40,7 @@ impl KvCache {
             why: "must be that of the cache that it joins".to_string(),
         };
         self.check_alike(cache).map_err(unlike)?;
-        cache.check_holds(0)?;
+        check_holds(0, &cache.lens)?;
         self.state.put(&self.layout, sequence, &cache.state);
         self.lens[sequence] = cache.lens[0];
         self.stepped |= cache.stepped;
@@ -53,37 +54,12 @@ impl KvCache {
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have, if `from` is empty, or
     /// if `to` is not free. On failure the cache is unchanged.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
-        self.check_holds(from)?;
-        self.check_free("to", to)?;
+        check_holds(from, &self.lens)?;
+        check_free("to", to, &self.lens)?;
         let alone = self.alone(from, self.layout_of_one()?);
         self.state.put(&self.layout, to, &alone.state);
         self.lens[to] = self.lens[from];
         Ok(())
-    }
-
-    /// Checks that the batch has this sequence and that it holds a token.
-    pub(super) fn check_holds(&self, sequence: usize) -> Result<()> {
-        check_sequence(sequence, self.lens.len())?;
-        match self.lens[sequence] {
-            0 => Err(invalid("sequence", sequence, "holds no token, its slot is free")),
-            _ => Ok(()),
-        }
-    }
-
-    /// Checks that the batch has this slot and that it is free.
-    fn check_free(&self, field: &'static str, sequence: usize) -> Result<()> {
-        let batch = self.lens.len();
-        if sequence >= batch {
-            return Err(invalid(field, sequence, format!("must be below batch {batch}")));
-        }
-        match self.lens[sequence] {
-            0 => Ok(()),
-            len => Err(invalid(
-                field,
-                sequence,
-                format!("its slot is not free, it holds {len} tokens"),
-            )),
-        }
     }
 
     /// Checks that sequences of `other` can be copied to this cache. The error names the first
@@ -97,14 +73,6 @@ impl KvCache {
             ("device", other.device() == self.device()),
         ];
         parts.into_iter().try_for_each(|(what, same)| if same { Ok(()) } else { Err(what) })
-    }
-}
-
-/// Checks that a batch has this sequence.
-pub(super) fn check_sequence(sequence: usize, batch: usize) -> Result<()> {
-    match sequence < batch {
-        true => Ok(()),
-        false => Err(invalid("sequence", sequence, format!("must be below batch {batch}"))),
     }
 }
 

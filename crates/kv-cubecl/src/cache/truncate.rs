@@ -4,12 +4,13 @@ use core::ops::Range;
 
 use burn::tensor::Tensor;
 
-use super::{KvCache, slots::check_sequence, state::State};
+use super::{KvCache, state::State};
 use crate::{
     Result,
     error::invalid,
     functions::store,
     layout::{Side, SideLayout},
+    sequences::check_sequence,
 };
 
 impl KvCache {
@@ -65,7 +66,7 @@ impl KvCache {
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
     /// have.
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
-        check_sequence(sequence, self.lens.len())?;
+        check_sequence("sequence", sequence, self.lens.len())?;
         let now = self.lens[sequence];
         Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
     }
@@ -94,7 +95,7 @@ impl KvCache {
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not
     /// have, and for a `len` above its tokens.
     pub fn exact(&self, sequence: usize, len: usize) -> Result<usize> {
-        check_sequence(sequence, self.lens.len())?;
+        check_sequence("sequence", sequence, self.lens.len())?;
         let now = self.lens[sequence];
         if len > now {
             let rule = format!("must be at most the {now} tokens of sequence {sequence}");

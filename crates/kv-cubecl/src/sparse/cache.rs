@@ -354,7 +354,6 @@ impl SparseCache {
             entries: entries.map_or(window.layout, |entries| entries.layout),
             compression,
             selects: selection.is_some(),
-            len: call.len,
             scale: 1.0 / (head_dim as f32).sqrt(),
         };
         let inputs = AttendInputs {

@@ -5,8 +5,8 @@ use crate::layout::PackedLayout;
 
 /// The layout of a store of rows: a ring of `slots` rows for each sequence, in two tensors.
 ///
-/// Codes are u32 words of one axis, for each sequence those of a [`PackedLayout`]. Channels without
-/// codes are `[batch, slots, channels]` in their float type.
+/// Codes are u32 words of one axis: one [`PackedLayout`] for each sequence. Channels without codes
+/// are `[batch, slots, channels]` in their float type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowLayout {
     /// Sequences.

@@ -53,8 +53,6 @@ pub struct AttendPlan {
     pub compression: Option<Compression>,
     /// True if a query sees only the selected entries.
     pub selects: bool,
-    /// The most tokens of a sequence after the call, by which a launch is planned.
-    pub len: usize,
     /// The factor of scores.
     pub scale: f32,
 }

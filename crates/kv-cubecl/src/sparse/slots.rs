@@ -3,7 +3,11 @@
 use burn::tensor::{Device, Int, Tensor};
 
 use super::{SparseCache, SparseConfig, cache::Compressing, store::RowStore};
-use crate::{Error, Result, error::invalid};
+use crate::{
+    Error, Result,
+    error::invalid,
+    sequences::{check_free, check_holds, check_sequence},
+};
 
 /// A tensor of a cache as it is saved.
 #[derive(Clone, Debug)]
@@ -80,7 +84,9 @@ impl SparseCache {
         if sequences.is_empty() {
             return Err(invalid("sequences", "none", "must be at least one"));
         }
-        sequences.iter().try_for_each(|&sequence| self.check_sequence("sequence", sequence))?;
+        sequences
+            .iter()
+            .try_for_each(|&sequence| check_sequence("sequence", sequence, self.lens.len()))?;
         let lens = sequences.iter().map(|&sequence| self.lens[sequence]).collect();
         Ok(self.map(lens, |_, store| store.select(sequences)))
     }
@@ -108,7 +114,7 @@ impl SparseCache {
     /// # Errors
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have or that holds no token.
     pub fn remove(&mut self, sequence: usize) -> Result<()> {
-        self.check_holds(sequence)?;
+        check_holds(sequence, &self.lens)?;
         self.lens[sequence] = 0;
         Ok(())
     }
@@ -120,13 +126,13 @@ impl SparseCache {
     /// that is empty or has another batch than 1. [`Error::Unsupported`] for a `cache` of another
     /// configuration or device. On failure the cache is unchanged.
     pub fn admit(&mut self, sequence: usize, cache: &Self) -> Result<()> {
-        self.check_free("sequence", sequence)?;
+        check_free("sequence", sequence, &self.lens)?;
         if cache.lens.len() != 1 {
             let rule = "a cache that is admitted must be of 1 sequence";
             return Err(invalid("batch", cache.lens.len(), rule));
         }
         self.check_alike("admit", cache)?;
-        cache.check_holds(0)?;
+        check_holds(0, &cache.lens)?;
         let from = cache.stores();
         for (to, (_, from)) in self.stores_mut().into_iter().zip(from) {
             to.put_sequence(sequence, from);
@@ -141,8 +147,8 @@ impl SparseCache {
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have, if `from` is empty, or
     /// if `to` is not free. On failure the cache is unchanged.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<()> {
-        self.check_holds(from)?;
-        self.check_free("to", to)?;
+        check_holds(from, &self.lens)?;
+        check_free("to", to, &self.lens)?;
         let alone = self.select(&[from])?;
         self.admit(to, &alone)
     }
@@ -166,7 +172,7 @@ impl SparseCache {
     /// # Errors
     /// [`Error::InvalidConfig`] for a sequence that the batch does not have.
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
-        self.check_sequence("sequence", sequence)?;
+        check_sequence("sequence", sequence, self.lens.len())?;
         let (now, window) = (self.lens[sequence], &self.config.sliding_window);
         // The next token sees the `window - 1` tokens before it.
         let by_window = match now.checked_sub(self.window.layout.slots) {
@@ -312,40 +318,11 @@ earlier tokens are compressed; raise rollback"
         Ok(cache)
     }
 
-    fn check_sequence(&self, field: &'static str, sequence: usize) -> Result<()> {
-        match sequence < self.lens.len() {
-            true => Ok(()),
-            false => {
-                let rule = format!("must be below batch {}", self.lens.len());
-                Err(invalid(field, sequence, rule))
-            }
-        }
-    }
-
-    fn check_holds(&self, sequence: usize) -> Result<()> {
-        self.check_sequence("sequence", sequence)?;
-        match self.lens[sequence] {
-            0 => Err(invalid("sequence", sequence, "holds no token, its slot is free")),
-            _ => Ok(()),
-        }
-    }
-
-    fn check_free(&self, field: &'static str, sequence: usize) -> Result<()> {
-        self.check_sequence(field, sequence)?;
-        match self.lens[sequence] {
-            0 => Ok(()),
-            len => {
-                let rule = format!("its slot is not free, it holds {len} tokens");
-                Err(invalid(field, sequence, rule))
-            }
-        }
-    }
-
     /// Checks that sequences of `other` can be copied to this cache.
     fn check_alike(&self, op: &str, other: &Self) -> Result<()> {
         let unlike = |what: &str| Error::Unsupported {
             what: format!("{op}: {what} of another cache"),
-            why: "must be that of the cache that it joins".into(),
+            why: "must equal the one of the cache that it joins".into(),
         };
         if self.config != other.config {
             return Err(unlike("configuration"));

@@ -82,7 +82,7 @@ fn sequences_of_different_lengths<T: Target>(on: &On<T>) {
             .collect();
         let mut joined = KvCache::join(&alone).unwrap();
         assert_eq!((joined.lens(), joined.len()), (&prefixes[..], 40));
-        // The host knows the lengths of `joined`, and only the device those of `stepped`.
+        // The host knows the lengths of `joined`; only the device knows the lengths of `stepped`.
         let mut stepped = joined.clone();
         for step in 0..STEPS {
             let now: Vec<Setup> = texts

@@ -155,7 +155,7 @@ fn attend_rows<W: Float, R: Float>(
     write_heads(output, &inputs.sink_logits, first_head, &seen, &board, &sums, &args, bp);
 }
 
-/// Returns the rows that the token `row`, of those of all sequences, sees.
+/// Returns the rows that a token sees. `row` counts the tokens of all sequences.
 #[cube]
 fn rows_of(span: &[i32], row: usize, args: &AttendArgs, #[comptime] bp: AttendBlueprint) -> Seen {
     let (sequence, token) = (row / args.tokens, row % args.tokens);

@@ -85,7 +85,7 @@ pub(super) fn restore(
 }
 
 /// Returns the elements of a slice's float rows that a checkpoint keeps: all of them with a sliding
-/// window, otherwise those of quantized sides, whose rings are short.
+/// window, otherwise the rows of quantized sides, whose rings are short.
 fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
     if layout.schedule().sliding_window.is_some() {
         return iter::once(0..layout.float_elements()).collect();

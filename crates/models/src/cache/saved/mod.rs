@@ -1,13 +1,13 @@
 //! Saves caches to files; a later program resumes without computing the text again.
 //!
 //! The file is in the format safetensors. It holds the tensors of every layer, `layers.N.PART`,
-//! laid out as for a cache of the saved length; `tokens`, those of all sequences;
+//! laid out as for a cache of the saved length; `tokens`, the ids of all sequences;
 //! `checkpoints.C.layers.N.PART`, the parts that layers had at shorter lengths, see
 //! [`PromptCache`]; and `checksums`, the CRC-32 of the file's header and of every other tensor, by
 //! name. The metadata `kv_cache` describe the model and the cache.
 //!
 //! A layer of keys and values has the parts `keys`, `values` and `floats`, as in
-//! [`CacheParts`](kv_cubecl::CacheParts). A layer of sparse attention has those of
+//! [`CacheParts`](kv_cubecl::CacheParts). A layer of sparse attention has the parts of
 //! [`SparseCache::parts`](kv_cubecl::sparse::SparseCache::parts).
 //!
 //! A restored cache continues bit for bit, with any capacity. On another backend it has the same
