@@ -6,8 +6,15 @@ use kv_cubecl::{
     Target, hadamard,
     layout::{QuantSpec, Schedule},
     quantize, quantize_side,
+    sparse::{
+        Compressed, Entries, RowFormat, SparseConfig, SparseOptions, SparseTrace, index_scores,
+        select_entries, sparse_attention,
+    },
 };
-use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, spans::PHASE};
+use kv_models::{
+    AttentionTrace, KvTrace, LanguageModel, ModelCacheConfig, TraceKind, ids_to_tensor,
+    spans::PHASE,
+};
 use tracing::trace_span;
 
 pub use crate::run::LayerError;
@@ -72,7 +79,15 @@ pub fn layer_errors_of(
     let mut observe = |trace: AttentionTrace| {
         // A forward pass cannot be stopped after the first failure.
         if let Ok(layers) = &mut errors {
-            match of_layer(&trace, &config.layer(model.spec(), trace.layer), &name) {
+            let layer_config = config.layer(model.spec(), trace.layer);
+            let errors_of = match &trace.kind {
+                TraceKind::Kv(kv) => of_layer(kv, trace.layer, &layer_config, &name),
+                TraceKind::Sparse(sparse) => {
+                    let stored = model.spec().layers[trace.layer].sparse_config(&layer_config);
+                    of_sparse_layer(sparse, trace.layer, stored.as_ref(), &name)
+                }
+            };
+            match errors_of {
                 Ok(layer) => layers.push(layer),
                 Err(error) => errors = Err(error),
             }
@@ -120,8 +135,13 @@ pub fn side_error(
     side(input.clone(), input, &packed, "")
 }
 
-fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Result<LayerError> {
-    let AttentionTrace { layer, query, key, value, output, .. } = trace.clone();
+fn of_layer(
+    trace: &KvTrace,
+    layer: usize,
+    config: &KvCacheConfig,
+    name: &str,
+) -> Result<LayerError> {
+    let KvTrace { query, key, value, output, .. } = trace.clone();
     // The quantizer and the comparison use f32 for 16-bit models too.
     let [query, key, value, output] = [query, key, value, output].map(|x| x.cast(DType::F32));
     let counts = Schedule::new(config).counts(key.dims()[2]);
@@ -146,16 +166,74 @@ fn of_layer(trace: &AttentionTrace, config: &KvCacheConfig, name: &str) -> Resul
     let memory = KvMemory::Parallel { config: *config, fake_quant, options: trace.options };
     let sinks = trace.sink_logits.clone();
     let quantized = memory.attend_with_sinks(query, key, value, sinks)?;
-    let quantized = read(quantized.output, name)?;
-    let (error, norm) = squares(&quantized, &read(output, name)?);
-    Ok(LayerError {
+    let output_error = output_error(quantized.output, output, name)?;
+    Ok(layer_error(layer, keys, values, output_error))
+}
+
+/// Compares a layer that stores its keys and entries as `config` says with `trace`, which is of the
+/// float run.
+fn of_sparse_layer(
+    trace: &SparseTrace,
+    layer: usize,
+    config: Option<&SparseConfig>,
+    name: &str,
+) -> Result<LayerError> {
+    let config = config.unwrap_or(&trace.config);
+    let error = |rows: Option<&Tensor<4>>, format: RowFormat| {
+        let coded = rows.map(|rows| format.coded_channels(rows.dims()[3]));
+        let (Some(rows), Some(coded @ 1..)) = (rows, coded) else {
+            return Ok(SideError::default());
+        };
+        let rows = rows.clone().cast(DType::F32).narrow(3, 0, coded);
+        let group = RowFormat::GROUP_SIZE;
+        let packed = quantize_side(rows.clone(), Side::Values, format.codes, group)?;
+        side(rows.clone(), rows, &packed, name)
+    };
+    let entries = trace.entries.as_ref().and_then(Entries::tensor);
+    let index = trace.index.as_ref().zip(config.index);
+    let keys = match index {
+        Some((trace, index)) => error(Some(&trace.keys), index.keys)?,
+        None => SideError::default(),
+    };
+    let values = error(entries, config.entries)?;
+
+    let selection = match (index, config.compression) {
+        (Some((trace, index)), Some(compression)) => {
+            let scores = index_scores(&trace.query, &index.keys.rounded(trace.keys.clone()))?;
+            Some(select_entries(scores, 0, compression, index.top_k)?)
+        }
+        _ => None,
+    };
+    let entries = entries.map(|entries| config.entries.rounded(entries.clone()));
+    let compressed = entries.as_ref().zip(config.compression).map(|(entries, compression)| {
+        Compressed { entries, compression, selection: selection.as_ref() }
+    });
+    let options = SparseOptions {
+        sliding_window: config.sliding_window,
+        scale: None,
+        sink_logits: trace.sink_logits.clone(),
+    };
+    let rows = stored(trace.rows.clone().cast(DType::F32), config.float);
+    let quantized = sparse_attention(trace.query.clone(), &rows, compressed, &options)?;
+    let output_error = output_error(quantized, trace.output.clone(), name)?;
+    Ok(layer_error(layer, keys, values, output_error))
+}
+
+/// Returns the relative error of an output.
+fn output_error(quantized: Tensor<4>, float: Tensor<4>, name: &str) -> Result<f64> {
+    let (error, norm) = squares(&read(quantized, name)?, &read(float, name)?);
+    Ok(relative(error, norm))
+}
+
+fn layer_error(layer: usize, keys: SideError, values: SideError, output_error: f64) -> LayerError {
+    LayerError {
         layer,
         key_error: keys.relative(),
         value_error: values.relative(),
-        output_error: relative(error, norm),
+        output_error,
         clipped: share(keys.clipped + values.clipped, keys.elements + values.elements),
         constant: share(keys.constant + values.constant, keys.groups + values.groups),
-    })
+    }
 }
 
 /// Compares `original` with the restored `packed`, which was quantized from `stored`: the original

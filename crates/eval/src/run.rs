@@ -93,9 +93,9 @@ impl Run {
 pub struct LayerError {
     /// The layer, counted from 0.
     pub layer: usize,
-    /// `rms(restored - key) / rms(key)`.
+    /// `rms(restored - key) / rms(key)`; of sparse attention for the keys of the indexer.
     pub key_error: f64,
-    /// `rms(restored - value) / rms(value)`.
+    /// `rms(restored - value) / rms(value)`; of sparse attention for the compressed entries.
     pub value_error: f64,
     /// Error of the attention output of all tokens, compared with that of a float cache for the
     /// same queries, keys and values.

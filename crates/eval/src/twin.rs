@@ -190,7 +190,7 @@ fn step<T: Target>(
     name: &str,
 ) -> Result<Step> {
     let mut shown = Vec::with_capacity(model.n_layers());
-    let mut observe = |trace: AttentionTrace| shown.push(trace.output);
+    let mut observe = |trace: AttentionTrace| shown.push(trace.output().clone());
     let ids = ids_to_tensor(&[id], [1, 1], device);
     let hidden = model.hidden_step_with(ids, cache, &mut observe)?;
     let logits = read(model.head(hidden), name)?;

@@ -24,7 +24,7 @@ pub enum Error {
         text: String,
         /// The part that could not be read, and why.
         why: String,
-        /// The nearest name that can be read, or what can be.
+        /// What can be read instead.
         expected: String,
     },
     /// A tensor has a shape the operation does not accept.

@@ -99,6 +99,8 @@ pub enum Role {
     AttentionNorm,
     /// A layer's query, key and value projections.
     Qkv,
+    /// The indexer of a layer of sparse attention, which has a loss of its own.
+    Indexer,
     /// A layer's output projection of attention.
     AttentionOutput,
     /// A layer's norm before its MLP.
@@ -110,7 +112,7 @@ pub enum Role {
 impl Role {
     /// Returns whether the parameter belongs to a layer's attention: norm, projections or output.
     pub fn is_attention(self) -> bool {
-        matches!(self, Self::AttentionNorm | Self::Qkv | Self::AttentionOutput)
+        matches!(self, Self::AttentionNorm | Self::Qkv | Self::Indexer | Self::AttentionOutput)
     }
 
     /// Returns whether the parameter belongs to a layer.

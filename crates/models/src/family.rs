@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use burn::tensor::Device;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
@@ -91,6 +92,17 @@ pub trait Family: Sync {
     /// Fails for a field of `config` that is missing or breaks a rule, for an unsupported feature,
     /// and for a tensor that is missing, left over or of another shape.
     fn import(&self, config: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel>;
+
+    /// Builds a model with random weights, which depend on the device's seed.
+    ///
+    /// # Errors
+    /// Fails as [`import`](Self::import) does for a `config`, and with [`Error::Unsupported`] for a
+    /// family whose models cannot be trained from scratch.
+    fn random(&self, config: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel> {
+        let _ = device;
+        let why = format!("the family of {} needs a checkpoint", config.path.display());
+        Err(Error::unsupported("random weights", why))
+    }
 
     /// Returns the GGUF architectures that the family reads, with the names of their tensors.
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {

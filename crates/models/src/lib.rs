@@ -83,10 +83,10 @@ pub use kv_sampling;
 pub use kv_weights;
 pub use load::{
     LoadObserver, LoadOptions, Loaded, ModelOutline, Planned, WeightBytes, load, load_observed,
-    load_with, outline, outline_config,
+    load_with, outline, outline_config, random,
 };
 pub use model::LanguageModel;
-pub use nn::{AttentionObserver, AttentionTrace};
+pub use nn::{AttentionObserver, AttentionTrace, KvTrace, TraceKind};
 pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};

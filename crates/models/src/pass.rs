@@ -135,11 +135,11 @@ impl Pass<'_> {
         match self {
             Self::Parallel { spec, config, fake_quant, observer } => {
                 let (config, fake_quant) = (config.layer(spec, index), *fake_quant);
-                if let Some(config) = spec.layers[index].sparse_config(&config) {
-                    return SparsePlace::Parallel(config).into();
-                }
                 let options = spec.layers[index].options;
-                let memory = Memory::from(KvMemory::Parallel { config, fake_quant, options });
+                let memory = match spec.layers[index].sparse_config(&config) {
+                    Some(config) => Memory::from(SparsePlace::Parallel(config)),
+                    None => KvMemory::Parallel { config, fake_quant, options }.into(),
+                };
                 match observer {
                     Some(observe) => memory.shown_to(&mut **observe, index, options),
                     None => memory,

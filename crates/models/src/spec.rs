@@ -123,7 +123,7 @@ impl LayerSpec {
     /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the
     /// formats of `config`; `None` for a layer with keys and values. Entries have the format of
     /// values, and the keys of the indexer have the format of keys.
-    pub(crate) fn sparse_config(&self, config: &KvCacheConfig) -> Option<SparseConfig> {
+    pub fn sparse_config(&self, config: &KvCacheConfig) -> Option<SparseConfig> {
         let SparseLayer { entries, selection } = self.sparse?;
         let window = config.sliding_window.unwrap_or(config.capacity);
         let row = |codes: KvFormat| match codes.is_quantized() {

@@ -194,6 +194,12 @@ impl<L: DecoderLayer> Family for StackFamily<L> {
         Ok(DecoderStack::<L>::import(config, weights)?.into())
     }
 
+    fn random(&self, json: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel> {
+        let config = L::Config::read(json, &mut vec![])?;
+        config.check(json.path)?;
+        Ok(DecoderStack::<L>::random(config, device)?.into())
+    }
+
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
         L::Config::GGUF
     }

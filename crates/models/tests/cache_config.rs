@@ -8,7 +8,7 @@ use std::{fs, sync::Mutex};
 use burn::tensor::{Int, Tensor, TensorData, activation};
 use common::{device, expected, max_difference, tiny};
 use kv_models::{
-    AttentionTrace, Error, LanguageModel, LayerRule, Layers, ModelCacheConfig, Stores,
+    AttentionTrace, Error, KvTrace, LanguageModel, LayerRule, Layers, ModelCacheConfig, Stores,
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, KvFormat, streaming_attention},
     llama::{Config, Llama},
     load,
@@ -178,7 +178,8 @@ fn the_observer_sees_every_layer() {
         assert_eq!(traces.len(), model.n_layers());
         let [batch, seq] = ids.dims();
         for (i, trace) in traces.into_iter().enumerate() {
-            let AttentionTrace { layer, query, key, value, output, .. } = trace;
+            let (layer, KvTrace { query, key, value, output, .. }) =
+                (trace.layer, trace.kv().unwrap().clone());
             assert_eq!(layer, i);
             let spec = model.spec().layers[i];
             assert_eq!(query.dims(), [batch, spec.n_heads, seq, spec.head_dim.keys]);

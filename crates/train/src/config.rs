@@ -86,6 +86,8 @@ pub enum Trainable {
     Attention,
     /// The query, key and value projections.
     Qkv,
+    /// The indexers of sparse attention.
+    Indexer,
 }
 
 impl Trainable {
@@ -96,6 +98,7 @@ impl Trainable {
             Self::Layers => role.is_some_and(Role::is_layer),
             Self::Attention => role.is_some_and(Role::is_attention),
             Self::Qkv => role == Some(Role::Qkv),
+            Self::Indexer => role == Some(Role::Indexer),
         }
     }
 }
@@ -107,6 +110,7 @@ impl fmt::Display for Trainable {
             Self::Layers => "layers",
             Self::Attention => "attention",
             Self::Qkv => "qkv",
+            Self::Indexer => "indexer",
         })
     }
 }
@@ -115,11 +119,11 @@ impl FromStr for Trainable {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::All, Self::Layers, Self::Attention, Self::Qkv]
+        [Self::All, Self::Layers, Self::Attention, Self::Qkv, Self::Indexer]
             .into_iter()
             .find(|which| which.to_string() == text)
             .ok_or_else(|| {
-                Error::setting("trainable", text, "must be all, layers, attention or qkv")
+                Error::setting("trainable", text, "must be all, layers, attention, qkv or indexer")
             })
     }
 }

@@ -25,6 +25,10 @@ pub struct StepRecord {
     pub nll: f64,
     /// Divergence from the teacher, if there is one.
     pub kl: Option<f64>,
+    /// Divergence of the attention to entries from the indexers, summed over layers, if the model
+    /// has indexers that are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index_loss: Option<f64>,
     /// Tokens per second of forward and backward pass.
     pub tokens_per_second: f64,
 }
@@ -270,9 +274,12 @@ impl Recorder {
         if let Some((log, every)) = &self.log
             && (record.step + 1).is_multiple_of(*every)
         {
-            let kl = record.kl.map_or(String::new(), |kl| format!("  kl {kl:.4}"));
+            let named = |name: &str, value: Option<f64>| {
+                value.map_or(String::new(), |value| format!("  {name} {value:.4}"))
+            };
+            let (kl, index) = (named("kl", record.kl), named("index", record.index_loss));
             log(&format!(
-                "step {:>5}/{}  loss {:.4}  perplexity {:.3}{kl}  {:.0} tokens/s",
+                "step {:>5}/{}  loss {:.4}  perplexity {:.3}{kl}{index}  {:.0} tokens/s",
                 record.step + 1,
                 self.steps,
                 record.loss,

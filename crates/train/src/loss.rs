@@ -31,6 +31,8 @@ pub(crate) struct Sums {
     pub(crate) nll: f64,
     /// Kullback-Leibler divergence of the student's distribution from the teacher's.
     pub(crate) kl: f64,
+    /// Divergence of the attention of all layers from their indexers.
+    pub(crate) index: f64,
     pub(crate) rows: usize,
 }
 
@@ -38,6 +40,7 @@ impl Sums {
     pub(crate) fn add(&mut self, other: Self) {
         self.nll += other.nll;
         self.kl += other.kl;
+        self.index += other.index;
         self.rows += other.rows;
     }
 }
@@ -132,7 +135,13 @@ fn over_blocks<R: Send>(
             kl = (p.clone() * (teacher_log_p - log_p.clone())).sum().into_scalar::<f64>();
             teacher_p = Some(p);
         }
-        f(Block { hidden, targets, log_p, teacher_p, sums: Sums { nll, kl, rows: len } })
+        f(Block {
+            hidden,
+            targets,
+            log_p,
+            teacher_p,
+            sums: Sums { nll, kl, index: 0.0, rows: len },
+        })
     };
     let starts = (0..rows).step_by(ROWS);
     if crate::step::on_threads(&student.hidden.device()) {

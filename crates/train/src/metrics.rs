@@ -21,6 +21,7 @@ pub struct Measured {
     nll: Option<f64>,
     nll_float: Option<f64>,
     kl: Option<f64>,
+    index_loss: Option<f64>,
     tokens_per_second: Option<f64>,
     shares: Option<GroupShares>,
 }
@@ -32,6 +33,7 @@ impl Measured {
             loss: Some(record.loss),
             nll: Some(record.nll),
             kl: record.kl,
+            index_loss: record.index_loss,
             tokens_per_second: Some(record.tokens_per_second),
             ..Self::default()
         }
@@ -50,6 +52,7 @@ impl Measured {
             nll: Some(quantized.nll / rows),
             nll_float: Some(float.nll / rows),
             kl: Some(quantized.kl / rows),
+            index_loss: None,
             tokens_per_second: None,
             shares,
         }
@@ -173,6 +176,7 @@ where
         .metric_train_numeric(Mean::new("Loss", |item| item.loss))
         .metric_train_numeric(perplexity("Perplexity", |item| item.nll))
         .metric_train_numeric(Mean::new("KL", |item| item.kl))
+        .metric_train_numeric(Mean::new("Index loss", |item| item.index_loss))
         .metric_train_numeric(rate)
         .metric_valid_numeric(Mean::new("Loss", |item| item.loss))
         .metric_valid_numeric(perplexity("Perplexity", |item| item.nll))

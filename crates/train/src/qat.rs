@@ -7,7 +7,7 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use kv_models::{
-    LanguageModel, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype,
+    AttentionObserver, LanguageModel, ModelCacheConfig, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::{
         FakeQuantOptions, KvCacheConfig, Side,
         layout::{Schedule, SideSchedule},
@@ -136,8 +136,18 @@ impl Prepared {
     /// # Errors
     /// As for [`LanguageModel::forward`].
     pub fn hidden(&self, ids: Tensor<2, Int>, step: u64) -> Result<Tensor<3>> {
+        self.hidden_with(ids, step, None)
+    }
+
+    /// Computes [`hidden`](Self::hidden), and calls `observer` with every layer's attention.
+    pub(crate) fn hidden_with(
+        &self,
+        ids: Tensor<2, Int>,
+        step: u64,
+        observer: Option<&mut AttentionObserver<'_>>,
+    ) -> Result<Tensor<3>> {
         let cache = self.config.cache_at(step);
-        Ok(self.model.hidden_with(ids, &cache, self.config.fake_quant, None)?)
+        Ok(self.model.hidden_with(ids, &cache, self.config.fake_quant, observer)?)
     }
 
     /// Returns the plain model, with low-rank adapters merged into its weights, and the

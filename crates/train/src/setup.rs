@@ -108,7 +108,12 @@ fn choose(model: LanguageModel, config: &TrainConfig, device: &Device) -> Result
     let weights = weights(&model, &model.roles());
     let Some(adapter) = config.adapter else {
         let trained = group(weights, |weight| config.trainable.includes(weight.role));
-        return Ok(model.freeze().unfreeze_group(trained));
+        let model = model.freeze().unfreeze_group(trained);
+        if !trains(&model) {
+            let rule = "selects no weights of this model; try --trainable all";
+            return Err(Error::setting("trainable", config.trainable, rule));
+        }
+        return Ok(model);
     };
     // Embeddings have no adapters: each lookup would compute the whole adapted matrix.
     let included =
@@ -207,6 +212,7 @@ mod tests {
             Trainable::Layers => any(&["layers"]),
             Trainable::Attention => any(&["layers"]) && any(&["attention_norm", "qkv", "output"]),
             Trainable::Qkv => any(&["layers"]) && any(&["qkv"]),
+            Trainable::Indexer => any(&["indexer"]),
         }
     }
 

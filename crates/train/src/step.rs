@@ -12,11 +12,14 @@ use burn::{
 use burn_optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn_train::{InferenceStep, TrainOutput, TrainStep};
 use kv_eval::layers::{LayerError, layer_errors_of};
-use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
+use kv_models::{
+    AttentionObserver, AttentionTrace, LanguageModel, Role,
+    kv_cubecl::{KvCacheConfig, sparse::SparseTrace},
+};
 use rayon::prelude::*;
 
 use crate::{
-    Prepared, QatConfig, Result, StepRecord, TrainConfig,
+    Prepared, QatConfig, Result, StepRecord, TrainConfig, Trainable,
     data::Batch,
     history::{GroupShares, Recorder},
     loss::{self, Head, Sums},
@@ -76,6 +79,39 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     }
 }
 
+/// The losses of the indexers of one pass. They are added to the loss of the text, and change
+/// nothing but the indexers.
+struct IndexLosses {
+    /// True if the model has an indexer that is trained.
+    needed: bool,
+    losses: Vec<kv_models::kv_cubecl::Result<Option<Tensor<1>>>>,
+}
+
+impl IndexLosses {
+    fn of(prepared: &Prepared, trainable: Trainable) -> Self {
+        let mut layers = prepared.model.spec().layers.iter();
+        let has_indexer = layers.any(|layer| layer.sparse.is_some_and(|it| it.selection.is_some()));
+        let needed = has_indexer && trainable.includes(Some(Role::Indexer));
+        Self { needed, losses: vec![] }
+    }
+
+    /// Runs a pass, and keeps the losses of its indexers.
+    fn observe<R>(&mut self, pass: impl FnOnce(Option<&mut AttentionObserver<'_>>) -> R) -> R {
+        let losses = &mut self.losses;
+        let mut observe = |trace: AttentionTrace| {
+            losses.extend(trace.sparse().map(SparseTrace::index_loss));
+        };
+        pass(if self.needed { Some(&mut observe) } else { None })
+    }
+
+    /// Returns the sum over tokens and layers, `[1]`.
+    fn sum(self) -> Result<Option<Tensor<1>>> {
+        let losses = self.losses.into_iter().filter_map(core::result::Result::transpose);
+        let losses = losses.collect::<core::result::Result<Vec<_>, _>>();
+        Ok(losses.map_err(kv_models::Error::from)?.into_iter().reduce(|sum, loss| sum + loss))
+    }
+}
+
 impl Trainee {
     /// Runs forward and backward of a batch. Returns loss sums, and the gradient of the mean loss
     /// over all tokens of the optimizer step.
@@ -123,10 +159,14 @@ impl Trainee {
         let Task { config, teacher, .. } = &*self.task;
         let model = &self.prepared.model;
         let plain = inputs.clone().without_autodiff();
-        let hidden = match self.task.is_float(at.position) {
-            true => model.hidden(inputs, KvCacheConfig::float())?,
-            false => self.prepared.hidden(inputs, at.step)?,
-        };
+        let mut indexers = IndexLosses::of(&self.prepared, config.trainable);
+        let hidden = indexers.observe(|observer| match self.task.is_float(at.position) {
+            true => {
+                let (float, options) = (KvCacheConfig::float().into(), Default::default());
+                Ok(model.hidden_with(inputs, &float, options, observer)?)
+            }
+            false => self.prepared.hidden_with(inputs, at.step, observer),
+        })?;
         let teacher = match teacher {
             Some(teacher) => {
                 // This moves the teacher only if there are several devices.
@@ -140,7 +180,7 @@ impl Trainee {
         let parameter = model.decoder().head_weight().param();
         let student = head(model, hidden.clone());
         let train_head = parameter.is_some_and(|parameter| parameter.val().is_require_grad());
-        let (sums, head_grads) = loss::gradients(
+        let (mut sums, head_grads) = loss::gradients(
             &student,
             teacher.as_ref(),
             &targets,
@@ -150,7 +190,12 @@ impl Trainee {
         );
         // A scalar with the same gradient with respect to the hidden states as the loss.
         let seed = head_grads.hidden.reshape(hidden.dims());
-        let mut grads = (hidden * seed).sum().backward();
+        let mut scalar = (hidden * seed).sum();
+        if let Some(loss) = indexers.sum()? {
+            scalar = scalar + loss.clone() * factor;
+            sums.index = loss.into_scalar::<f64>();
+        }
+        let mut grads = scalar.backward();
         let mut grads = GradientsParams::from_module(&mut grads, self);
         if let (Some(weight), Some(parameter)) = (head_grads.weight, parameter) {
             let sum = match grads.remove::<2>(parameter.id) {
@@ -258,6 +303,7 @@ impl TrainStep for Trainee {
             loss: config.objective.value(sums.nll, sums.kl) / rows,
             nll: sums.nll / rows,
             kl: config.objective.needs_teacher().then_some(sums.kl / rows),
+            index_loss: (sums.index != 0.0).then_some(sums.index / rows),
             tokens_per_second: rows / start.elapsed().as_secs_f64(),
         };
         if record.loss.is_finite() && record.nll.is_finite() {

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
-    AttentionTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
+    AttentionTrace, KvTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
     kv_cubecl::{
         Autodiff, Flex, KvCache, KvCacheConfig, KvFormat, Logical, On, Packed, Side,
         layout::QuantSpec, quantize_side,
@@ -169,7 +169,8 @@ fn align(model: &LanguageModel, name: &str, device: &On<Autodiff<Flex>>) -> Diff
     let mut all = Difference::default();
     for (trace, streamed) in traces.into_iter().zip(cache.layers()) {
         let streamed = streamed.kv().unwrap();
-        let AttentionTrace { query, key, value, output, layer, .. } = trace;
+        let (layer, KvTrace { query, key, value, output, .. }) =
+            (trace.layer, trace.kv().unwrap().clone());
         let [query, key, value, output] =
             [query, key, value, output].map(|tensor| tensor.without_autodiff());
         compare(Side::Keys, key.clone(), streamed.packed(Side::Keys), &config, &mut all);
@@ -238,8 +239,9 @@ fn attention_is_not_uniform() {
     let model = model(2, &device);
     let mut largest = Vec::new();
     let mut observe = |trace: AttentionTrace| {
-        let last = trace.query.narrow(2, TOKENS - 1, 1).narrow(1, 0, 2);
-        let key = trace.key.narrow(1, 0, 1).repeat_dim(1, 2);
+        let KvTrace { query, key, .. } = trace.kv().unwrap().clone();
+        let last = query.narrow(2, TOKENS - 1, 1).narrow(1, 0, 2);
+        let key = key.narrow(1, 0, 1).repeat_dim(1, 2);
         let scores = last.matmul(key.swap_dims(2, 3)).mul_scalar(1.0 / 8.0);
         let p = burn::tensor::activation::softmax(scores, 3);
         largest.push(p.max().into_scalar::<f32>() * TOKENS as f32);

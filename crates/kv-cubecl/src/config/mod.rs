@@ -3,7 +3,6 @@
 mod file;
 mod flush;
 mod name;
-mod nearest;
 mod rules;
 
 use serde::Serialize;

@@ -2,7 +2,7 @@
 
 use core::{fmt, str::FromStr};
 
-use super::{Flush, KvCacheConfig, nearest::nearest};
+use super::{Flush, KvCacheConfig};
 use crate::{
     Error, Result,
     formats::{CacheFloat, KvFormat},
@@ -55,12 +55,8 @@ impl FromStr for KvCacheConfig {
 
     fn from_str(text: &str) -> Result<Self> {
         Self::read(text).map_err(|why| {
-            let expected = match nearest(text) {
-                Some(name) => format!("did you mean {name}?"),
-                None => {
-                    "expected float, or a format for keys and one for values, as in k4v4-g64".into()
-                }
-            };
+            let expected =
+                "expected float, or a format for keys and one for values, as in k4v4-g64".into();
             Error::InvalidCacheName { text: text.to_string(), why, expected }
         })
     }

@@ -6,7 +6,7 @@ use super::{Compression, Selection, select::hidden_entries};
 use crate::{Error, Result, error::invalid};
 
 /// Query rows that are computed together.
-const ROWS: usize = 64;
+pub(super) const ROWS: usize = 64;
 
 /// The compressed entries of a sequence, and which of them a token attends to.
 #[derive(Clone, Copy, Debug)]
@@ -51,12 +51,53 @@ pub fn sparse_attention(
     options: &SparseOptions,
 ) -> Result<Tensor<4>> {
     check(&query, rows, compressed.as_ref(), options)?;
-    let ([batch, heads, tokens, width], device) = (query.dims(), query.device());
-    let scale = options.scale.unwrap_or(1.0 / (width as f32).sqrt());
-    let query = query.cast(DType::F32) * scale;
-    let rows = rows.clone().cast(DType::F32);
-    let block = |first: usize| {
-        let count = ROWS.min(tokens - first);
+    let tokens = query.dims()[2];
+    let blocks = Blocks::new(query, rows, compressed, options);
+    let output = |first: usize| blocks.output(first, ROWS.min(tokens - first));
+    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(output).collect(), 2))
+}
+
+/// Sparse attention of some tokens at a time.
+pub(super) struct Blocks<'a> {
+    /// Scaled queries, f32.
+    query: Tensor<4>,
+    rows: Tensor<4>,
+    compressed: Option<Compressed<'a>>,
+    options: &'a SparseOptions,
+}
+
+impl<'a> Blocks<'a> {
+    /// Takes checked arguments of [`sparse_attention`].
+    pub(super) fn new(
+        query: Tensor<4>,
+        rows: &Tensor<4>,
+        compressed: Option<Compressed<'a>>,
+        options: &'a SparseOptions,
+    ) -> Self {
+        let scale = options.scale.unwrap_or(1.0 / (query.dims()[3] as f32).sqrt());
+        let query = query.cast(DType::F32) * scale;
+        Self { query, rows: rows.clone().cast(DType::F32), compressed, options }
+    }
+
+    fn output(&self, first: usize, count: usize) -> Tensor<4> {
+        let (weights, values) = self.weights(first, count);
+        let n = values.dims()[2];
+        weights.narrow(3, 0, n).matmul(values)
+    }
+
+    /// Returns the weights of all entries, summed over heads, `[batch, count, entries]`.
+    pub(super) fn entry_weights(&self, first: usize, count: usize) -> Tensor<3> {
+        let n = self.compressed.map_or(0, |compressed| compressed.entries.dims()[2]);
+        let (weights, values) = self.weights(first, count);
+        let (batch, recent) = (weights.dims()[0], values.dims()[2] - n);
+        weights.narrow(3, recent, n).sum_dim(1).reshape([batch, count, n])
+    }
+
+    /// Returns the softmax over recent tokens, entries and sinks for the tokens
+    /// `first..first + count`, and the rows of recent tokens and entries.
+    fn weights(&self, first: usize, count: usize) -> (Tensor<4>, Tensor<4>) {
+        let Self { query, rows, compressed, options } = self;
+        let ([batch, heads, ..], device) = (query.dims(), query.device());
         let (begin, end) = ((first + 1).saturating_sub(options.sliding_window), first + count);
         let query = query.clone().narrow(2, first, count);
         let seen = rows.clone().narrow(2, begin, end - begin);
@@ -84,12 +125,8 @@ pub fn sparse_attention(
             let sinks = sinks.clone().cast(DType::F32).reshape([1, heads, 1, 1]);
             scores.push(sinks.expand([batch, heads, count, 1]));
         }
-        let weights = activation::softmax(Tensor::cat(scores, 3), 3);
-        let values = Tensor::cat(values, 2);
-        let n = values.dims()[2];
-        weights.narrow(3, 0, n).matmul(values)
-    };
-    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(block).collect(), 2))
+        (activation::softmax(Tensor::cat(scores, 3), 3), Tensor::cat(values, 2))
+    }
 }
 
 /// Checks the arguments of [`sparse_attention`].

@@ -4,15 +4,22 @@ use burn::tensor::{Int, Tensor};
 
 use super::{
     Compressed, EntryCompressor, Gated, IndexQuery, KeyCompressor, Selection, SparseCache,
-    SparseConfig, SparseOptions, cache::Call, compressor::Compressor, index_scores, select_entries,
-    sparse_attention, store::RowStore,
+    SparseConfig, SparseOptions,
+    cache::Call,
+    compressor::Compressor,
+    index_scores, select_entries, sparse_attention,
+    store::RowStore,
+    trace::{IndexTrace, Observer, SparseTrace},
 };
 use crate::{Result, error::invalid, functions::store};
 
 /// The access of one layer of sparse attention to earlier tokens. With it, the same code of a layer
 /// serves training, evaluation and streaming.
 #[derive(Debug)]
-pub struct SparseMemory<'a>(Place<'a>);
+pub struct SparseMemory<'a> {
+    place: Place<'a>,
+    observer: Option<Observer<'a>>,
+}
 
 #[derive(Debug)]
 enum Place<'a> {
@@ -44,8 +51,8 @@ pub enum Visible<'a> {
 
 impl<'a> SparseMemory<'a> {
     /// Computes a whole sequence in parallel, with gradients, as a cache of `config` would.
-    pub const fn parallel(config: SparseConfig) -> Self {
-        Self(Place::Parallel(config))
+    pub fn parallel(config: SparseConfig) -> Self {
+        Self { place: Place::Parallel(config), observer: None }
     }
 
     /// Appends the tokens of the call to `cache`: `added` to each sequence.
@@ -60,7 +67,7 @@ impl<'a> SparseMemory<'a> {
             return Err(invalid("added", added.len(), rule));
         }
         let call = cache.call(added)?;
-        Ok(Self(Place::Cached(cache, Box::new(call))))
+        Ok(Self { place: Place::Cached(cache, Box::new(call)), observer: None })
     }
 
     /// Appends one token to each sequence of `cache`, at a position that is stored on the device,
@@ -68,11 +75,18 @@ impl<'a> SparseMemory<'a> {
     /// no part. The host's lengths do not change; see [`SparseCache::advance`].
     pub fn at(cache: &'a mut SparseCache, position: &Tensor<1, Int>) -> Self {
         let call = cache.call_at(position);
-        Self(Place::Cached(cache, Box::new(call)))
+        Self { place: Place::Cached(cache, Box::new(call)), observer: None }
+    }
+
+    /// Passes what the layer computes to `observe`, when the layer attends.
+    #[must_use]
+    pub fn shown_to(self, observe: impl FnOnce(SparseTrace) + 'a) -> Self {
+        let observe = Box::new(observe);
+        Self { observer: Some(Observer { observe, index: None }), ..self }
     }
 
     fn config(&self) -> &SparseConfig {
-        match &self.0 {
+        match &self.place {
             Place::Parallel(config) => config,
             Place::Cached(cache, _) => cache.config(),
         }
@@ -87,7 +101,7 @@ impl<'a> SparseMemory<'a> {
     pub fn compress(&mut self, compressor: &EntryCompressor, gated: Gated) -> Result<Entries> {
         self.check(&compressor.0, self.config().head_dim, "head_dim")?;
         compressor.0.check("compress", &gated)?;
-        match &mut self.0 {
+        match &mut self.place {
             Place::Parallel(config) => {
                 let entries = compressor.compress(gated)?;
                 let stored = entries.map(|entries| config.entries.rounded(entries));
@@ -119,14 +133,19 @@ impl<'a> SparseMemory<'a> {
         self.check(&compressor.0, index.head_dim, "index.head_dim")?;
         compressor.0.check("select", &gated)?;
         query.check("select", index.head_dim)?;
-        match &mut self.0 {
+        match &mut self.place {
             Place::Parallel(_) => {
                 let [batch, _, tokens, _] = query.query.dims();
                 let Some(keys) = compressor.compress(gated)? else {
                     return Ok(Selection::none(batch, tokens, &query.query.device()));
                 };
-                let keys = index.keys.rounded(keys);
-                select_entries(index_scores(query, &keys)?, 0, compression, index.top_k)
+                let scores = index_scores(query, &index.keys.rounded(keys.clone()))?;
+                let selection = select_entries(scores.clone(), 0, compression, index.top_k)?;
+                if let Some(observer) = &mut self.observer {
+                    let (query, selection) = (query.clone(), selection.clone());
+                    observer.index = Some(IndexTrace { query, keys, scores, selection });
+                }
+                Ok(selection)
             }
             Place::Cached(cache, call) => {
                 cache.select_entries(&compressor.0, gated, query, index.top_k, call)
@@ -167,65 +186,105 @@ impl<'a> SparseMemory<'a> {
         sink_logits: Option<Tensor<1>>,
     ) -> Result<Tensor<4>> {
         let config = *self.config();
-        let (entries, selection) = match (visible, config.compression, config.index) {
-            (Visible::Window, None, _) => (None, None),
-            (Visible::All(entries), Some(_), None) => (Some(entries), None),
-            (Visible::Selected(entries, selection), Some(_), Some(_)) => {
-                (Some(entries), Some(selection))
-            }
-            (Visible::Window, Some(_), _) => {
-                return Err(invalid("entries", "none", "the layer has compressed entries"));
-            }
-            (Visible::All(_), Some(_), Some(_)) => {
-                let rule = "the layer has an indexer, so entries must be selected";
-                return Err(invalid("selection", "none", rule));
-            }
-            (Visible::All(_) | Visible::Selected(..), ..) => {
-                let rule = "the layer's configuration has no such entries";
-                return Err(invalid("entries", "some", rule));
-            }
-        };
-        let [batch, heads, tokens, width] = query.dims();
-        if rows.dims() != [batch, 1, tokens, width] || width != config.head_dim {
-            let rule = format!("must be [{batch}, 1, {tokens}, {}]", config.head_dim);
-            let shape = rows.dims().to_vec();
-            return Err(crate::Error::Shape { op: "attend", tensor: "rows", shape, rule });
-        }
-        if let Some(logits) = sink_logits.as_ref().filter(|logits| logits.dims() != [heads]) {
-            let rule = format!("must be [n_heads], [{heads}]");
-            let shape = logits.dims().to_vec();
-            return Err(crate::Error::Shape { op: "attend", tensor: "sink_logits", shape, rule });
-        }
-        match self.0 {
+        let (entries, selection) = config.seen(visible)?;
+        check_attend(&config, &query, &rows, sink_logits.as_ref())?;
+        let Self { place, observer } = self;
+        let trace = observer.map(|Observer { observe, index }| {
+            let (query, rows, entries) = (query.clone(), rows.clone(), entries.cloned());
+            let sink_logits = sink_logits.clone();
+            let traced =
+                |output| SparseTrace { config, query, rows, entries, index, sink_logits, output };
+            move |output| observe(traced(output))
+        });
+        let output = match place {
             Place::Parallel(_) => {
                 let options = SparseOptions {
                     sliding_window: config.sliding_window,
                     scale: None,
                     sink_logits,
                 };
-                let entries = entries.and_then(Entries::parallel);
+                let entries = entries.and_then(Entries::tensor);
                 let compressed = entries.zip(config.compression);
                 let compressed = compressed.map(|(entries, compression)| Compressed {
                     entries,
                     compression,
                     selection,
                 });
-                sparse_attention(query, &store(rows, config.float), compressed, &options)
+                sparse_attention(query, &store(rows, config.float), compressed, &options)?
             }
             Place::Cached(cache, call) => {
                 let entries = entries.and_then(Entries::cached);
-                Ok(cache.attend(query, rows, entries, selection, sink_logits, &call))
+                cache.attend(query, rows, entries, selection, sink_logits, &call)
+            }
+        };
+        if let Some(trace) = trace {
+            trace(output.clone());
+        }
+        Ok(output)
+    }
+}
+
+impl SparseConfig {
+    /// Returns the entries and the selection of `visible`, which must be what the layer has.
+    fn seen<'v>(
+        &self,
+        visible: Visible<'v>,
+    ) -> Result<(Option<&'v Entries>, Option<&'v Selection>)> {
+        match (visible, self.compression, self.index) {
+            (Visible::Window, None, _) => Ok((None, None)),
+            (Visible::All(entries), Some(_), None) => Ok((Some(entries), None)),
+            (Visible::Selected(entries, selection), Some(_), Some(_)) => {
+                Ok((Some(entries), Some(selection)))
+            }
+            (Visible::Window, Some(_), _) => {
+                Err(invalid("entries", "none", "the layer has compressed entries"))
+            }
+            (Visible::All(_), Some(_), Some(_)) => {
+                let rule = "the layer has an indexer, so entries must be selected";
+                Err(invalid("selection", "none", rule))
+            }
+            (Visible::All(_) | Visible::Selected(..), ..) => {
+                let rule = "the layer's configuration has no such entries";
+                Err(invalid("entries", "some", rule))
             }
         }
     }
 }
 
+/// Checks the shapes of [`SparseMemory::attend`].
+fn check_attend(
+    config: &SparseConfig,
+    query: &Tensor<4>,
+    rows: &Tensor<4>,
+    sink_logits: Option<&Tensor<1>>,
+) -> Result<()> {
+    let [batch, heads, tokens, width] = query.dims();
+    if rows.dims() != [batch, 1, tokens, width] || width != config.head_dim {
+        let rule = format!("must be [{batch}, 1, {tokens}, {}]", config.head_dim);
+        let shape = rows.dims().to_vec();
+        return Err(crate::Error::Shape { op: "attend", tensor: "rows", shape, rule });
+    }
+    if let Some(logits) = sink_logits.filter(|logits| logits.dims() != [heads]) {
+        let rule = format!("must be [n_heads], [{heads}]");
+        let shape = logits.dims().to_vec();
+        return Err(crate::Error::Shape { op: "attend", tensor: "sink_logits", shape, rule });
+    }
+    Ok(())
+}
+
 impl Entries {
-    fn parallel(&self) -> Option<&Tensor<4>> {
+    /// Returns the entries of a whole sequence as attention reads them,
+    /// `[batch, 1, entries, head_dim]`; `None` for a cache, which keeps them in their format, and
+    /// for a sequence without entries.
+    pub fn tensor(&self) -> Option<&Tensor<4>> {
         match &self.0 {
             Kept::Parallel(rows) => rows.as_deref(),
             Kept::Cached(_) => None,
         }
+    }
+
+    pub(super) fn is_cached(&self) -> bool {
+        self.cached().is_some()
     }
 
     fn cached(&self) -> Option<&RowStore> {

@@ -21,6 +21,7 @@ mod select;
 mod slots;
 mod span;
 mod store;
+mod trace;
 
 pub use attention::{Compressed, SparseOptions, sparse_attention};
 pub use cache::{SparseBytes, SparseCache, SparseCounters};
@@ -35,3 +36,4 @@ pub use plan::{AttendPlan, PoolPlan, Stride};
 pub use rope::rope_pairs;
 pub use select::{IndexQuery, Selection, index_scores, select_entries};
 pub use slots::{SparsePart, SparseTensor};
+pub use trace::{IndexTrace, SparseTrace};

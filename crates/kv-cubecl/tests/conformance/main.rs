@@ -39,6 +39,8 @@ mod sparse;
 mod sparse_cache;
 #[cfg(feature = "autodiff")]
 mod sparse_gradients;
+#[cfg(feature = "autodiff")]
+mod sparse_index_loss;
 mod sparse_memory;
 mod sparse_recall;
 mod sparse_select;

@@ -34,7 +34,7 @@ fn compressions() -> impl Iterator<Item = Compression> {
 }
 
 /// Returns the number of complete windows at token `t`, its own included, counted one by one.
-fn visible(compression: Compression, n: usize, t: usize) -> usize {
+pub(crate) fn visible(compression: Compression, n: usize, t: usize) -> usize {
     (0..n).filter(|i| compression.ratio * (i + 1) - 1 <= t).count()
 }
 
@@ -100,7 +100,7 @@ impl Projections {
         entries.concat()
     }
 
-    fn f64(&self) -> [Vec<f64>; 4] {
+    pub(crate) fn f64(&self) -> [Vec<f64>; 4] {
         self.parts.clone().map(|part| part.f64())
     }
 
@@ -124,13 +124,17 @@ impl Projections {
         RopeTable::new(Tensor::from_data(TensorData::new(table, shape), device)).unwrap()
     }
 
-    fn compressor(&self, position_bias: Tensor<4>, gain: Tensor<4>) -> EntryCompressor {
+    pub(crate) fn compressor(&self, position_bias: Tensor<4>, gain: Tensor<4>) -> EntryCompressor {
         let (bias, gain) = (squeeze(position_bias), gain.flatten(0, 3));
         let rope = self.table(&gain.device());
         EntryCompressor::new(self.compression, bias, gain, EPSILON, rope).unwrap()
     }
 
-    fn key_compressor(&self, position_bias: Tensor<4>, gain: Tensor<4>) -> KeyCompressor {
+    pub(crate) fn key_compressor(
+        &self,
+        position_bias: Tensor<4>,
+        gain: Tensor<4>,
+    ) -> KeyCompressor {
         let (bias, gain) = (squeeze(position_bias), gain.flatten(0, 3));
         let rope = self.table(&gain.device());
         let (compression, hadamard) = (self.compression, self.hadamard);
@@ -160,7 +164,7 @@ pub(crate) fn without_heads(x: Tensor<4>) -> Tensor<3> {
     x.reshape([batch, tokens, channels])
 }
 
-fn gated(content: Tensor<4>, gate: Tensor<4>) -> Gated {
+pub(crate) fn gated(content: Tensor<4>, gate: Tensor<4>) -> Gated {
     Gated { content: without_heads(content), gate: without_heads(gate) }
 }
 
@@ -209,9 +213,9 @@ impl Index {
     }
 
     /// The product of a query and a key that is nearest to the kink of ReLU.
-    pub(crate) fn nearest_to_kink(&self) -> f64 {
+    pub(crate) fn nearest_to_kink(&self, parts: &[Vec<f64>; 3]) -> f64 {
         let mut nearest = f64::INFINITY;
-        self.for_each_score(&self.f64(), |query, _, key| {
+        self.for_each_score(parts, |query, _, key| {
             for query in query.chunks(key.len()) {
                 let dot: f64 = query.iter().zip(key).map(|(q, k)| q * k).sum();
                 nearest = nearest.min(dot.abs());
@@ -235,7 +239,7 @@ pub(crate) fn scores([query, weights, keys]: [Tensor<4>; 3]) -> Tensor<3> {
 pub(crate) struct Attended {
     pub(crate) sliding_window: usize,
     pub(crate) scale: Option<f32>,
-    with_sinks: bool,
+    pub(crate) with_sinks: bool,
     pub(crate) compression: Compression,
     /// The entries selected for each token, sequence by sequence; `None` for all that it sees.
     pub(crate) selected: Option<Vec<Vec<usize>>>,

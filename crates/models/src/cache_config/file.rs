@@ -15,9 +15,8 @@ use serde::{
     de::{DeserializeOwned, Error as _},
 };
 use serde_json::{Map, Value};
-use strsim::osa_distance;
 
-use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule};
+use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule, nearest::nearest};
 use crate::{
     error::{Error, Result},
     files,
@@ -38,16 +37,12 @@ impl ModelCacheConfig {
             true => Self::read(path),
             false => name.parse().map_err(|error: Error| match error {
                 Error::Cache(kv_cubecl::Error::InvalidCacheName { text, why, expected }) => {
-                    let presets = Self::PRESETS;
-                    let expected = match presets.iter().find(|it| osa_distance(&text, it) <= 2) {
-                        Some(preset) => format!("did you mean {preset}?"),
-                        None if expected.starts_with("expected") => {
-                            format!(
-                                "{expected}, or {}, or a .json or .toml file",
-                                presets.join(", ")
-                            )
+                    let expected = match nearest(&text) {
+                        Some(name) => format!("did you mean {name}?"),
+                        None => {
+                            let presets = Self::PRESETS.join(", ");
+                            format!("{expected}, or {presets}, or a .json or .toml file")
                         }
-                        None => expected,
                     };
                     kv_cubecl::Error::InvalidCacheName { text, why, expected }.into()
                 }

@@ -2,6 +2,7 @@
 
 mod file;
 mod layers;
+mod nearest;
 mod presets;
 mod rule;
 mod text;

@@ -50,12 +50,12 @@ impl Projections {
         })
     }
 
-    fn visit(&self, name: &str, visitor: &mut LayerVisitor<'_>) {
+    fn visit(&self, [matrix, vector]: [Role; 2], name: &str, visitor: &mut LayerVisitor<'_>) {
         let columns = self.position_bias.dims()[1];
         let parts = [(&*content(name), columns), (&*gate(name), columns)];
-        visitor.fused(Role::Qkv, &parts, &self.content_gate);
-        visitor.table(Role::AttentionNorm, &bias(name), &self.position_bias);
-        visitor.norm(Role::AttentionNorm, &norm(name), &self.norm);
+        visitor.fused(matrix, &parts, &self.content_gate);
+        visitor.table(vector, &bias(name), &self.position_bias);
+        visitor.norm(vector, &norm(name), &self.norm);
     }
 
     fn gated(&self, x: Tensor<3>) -> Gated {
@@ -102,7 +102,7 @@ impl EntryCompressor {
     }
 
     pub(super) fn visit(&self, visitor: &mut LayerVisitor<'_>) {
-        self.parts.visit(ENTRIES, visitor);
+        self.parts.visit([Role::Qkv, Role::AttentionNorm], ENTRIES, visitor);
     }
 
     /// Adds the tokens `x` to `memory`, and returns all entries.
@@ -192,13 +192,14 @@ impl Indexer {
     }
 
     pub(super) fn visit(&self, visitor: &mut LayerVisitor<'_>) {
-        visitor.linear(Role::Qkv, QUERY, &self.query);
-        visitor.linear(Role::Qkv, WEIGHTS, &self.weights);
-        self.compressor.parts.visit(KEYS, visitor);
+        visitor.linear(Role::Indexer, QUERY, &self.query);
+        visitor.linear(Role::Indexer, WEIGHTS, &self.weights);
+        self.compressor.parts.visit([Role::Indexer; 2], KEYS, visitor);
     }
 
     /// Adds the tokens `x` to `memory`, and selects entries for each of them. `query` is their
-    /// compressed query.
+    /// compressed query. No gradient flows to either, because the indexer has
+    /// [a loss of its own](kv_cubecl::sparse::SparseTrace::index_loss).
     ///
     /// # Errors
     /// Fails as [`SparseMemory::select`] does.
@@ -210,6 +211,7 @@ impl Indexer {
         memory: &mut SparseMemory<'_>,
     ) -> Result<Selection> {
         let compressor = self.compressor.with_rope(rope.all_positions()?)?;
+        let (x, query) = (x.detach(), query.detach());
         let ([batch, seq, _], heads) = (x.dims(), self.weights.weight.dims()[0]);
         let width = self.query.weight.dims()[0] / heads;
         let query = self.query.forward(query).reshape([batch, seq, heads, width]);

@@ -24,6 +24,7 @@ use crate::{
     family::{ConfigJson, Family},
     files::{Part, read_to_string},
     gguf::{NumberType, map},
+    model::LanguageModel,
     registry,
     tokenizer::Tokenizer,
 };
@@ -153,6 +154,16 @@ pub(super) fn outline(
     };
     options.with_dtype(dtype).apply(&mut weights)?;
     family.import(config, &mut weights).map(drop)
+}
+
+/// Builds the model that `config` describes with random weights, which depend on the device's seed.
+///
+/// # Errors
+/// Fails for a field that is missing or breaks a rule, for a family that is not known, and for one
+/// whose models cannot be trained from scratch.
+pub fn random(config: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel> {
+    let header: Header = json(config.text, config.path)?;
+    header.family(config.path)?.random(config, device)
 }
 
 /// Opens the tensors of a Hugging Face folder without reading them.

@@ -9,7 +9,7 @@ use std::{fs, io, path::Path};
 use burn::tensor::Device;
 use kv_weights::{Activations, WeightFormat};
 
-pub use self::hf::open_folder;
+pub use self::hf::{open_folder, random};
 pub use self::outline::{ModelOutline, outline, outline_config};
 pub use crate::checkpoint::{LoadObserver, Planned, WeightBytes};
 use crate::{

@@ -10,7 +10,7 @@ use crate::{
     cache_config::ModelCacheConfig,
     error::{Error, Result},
     generate::ids_to_tensor,
-    nn::{AttentionObserver, unobservable},
+    nn::AttentionObserver,
     pass::Pass,
     spans::{OPERATION, PASS},
 };
@@ -110,9 +110,6 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         config.validate(self)?;
         check_context(0, ids.dims()[1], "max_positions", self.max_positions())?;
-        if observer.is_some() {
-            self.check_observable()?;
-        }
         let observer = observer.map(|observe| observe as &mut AttentionObserver<'_>);
         self.pass(ids, Pass::Parallel { spec: self.spec(), config, fake_quant, observer })
     }
@@ -139,14 +136,13 @@ impl LanguageModel {
     ///
     /// # Errors
     /// Fails as [`step`](Self::step) does, and with [`Error::Unsupported`] for sequences of
-    /// different lengths and for a model with sparse attention.
+    /// different lengths.
     pub fn hidden_step_with(
         &self,
         ids: Tensor<2, Int>,
         cache: &mut ModelCache,
         observer: &mut AttentionObserver<'_>,
     ) -> Result<Tensor<3>> {
-        self.check_observable()?;
         cache.tokens_of(ids.dims())?;
         if !cache.is_even() {
             return Err(Error::Unsupported {
@@ -156,14 +152,6 @@ impl LanguageModel {
         }
         let observer = observer as &mut AttentionObserver<'_>;
         self.pass(ids, Pass::Observed { cache, observer })
-    }
-
-    /// Checks that all layers have keys and values to observe.
-    fn check_observable(&self) -> Result<()> {
-        match self.spec().layers.iter().any(|layer| layer.sparse.is_some()) {
-            true => Err(unobservable()),
-            false => Ok(()),
-        }
     }
 
     /// Computes [`step`](Self::step) for one token whose position, `[1]` i32, is on the device; see

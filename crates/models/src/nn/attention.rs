@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt};
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     AttentionOptions, KvMemory, RopeTable,
-    sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory},
+    sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
 use tracing::trace_span;
 
@@ -15,11 +15,27 @@ use crate::{
     spans::OPERATION,
 };
 
-/// The inputs and the output of one layer's attention.
+/// What one layer's attention computed.
 #[derive(Clone, Debug)]
 pub struct AttentionTrace {
     /// The layer, counted from 0.
     pub layer: usize,
+    /// Its inputs and its output.
+    pub kind: TraceKind,
+}
+
+/// The inputs and the output of attention of either kind.
+#[derive(Clone, Debug)]
+pub enum TraceKind {
+    /// Attention to keys and values.
+    Kv(Box<KvTrace>),
+    /// Sparse attention to recent tokens and entries.
+    Sparse(Box<SparseTrace>),
+}
+
+/// The inputs and the output of attention to keys and values.
+#[derive(Clone, Debug)]
+pub struct KvTrace {
     /// Queries after the rope, `[batch, n_heads, seq, head_dim]`.
     pub query: Tensor<4>,
     /// Keys after the rope, `[batch, n_kv_heads, seq, head_dim]`.
@@ -32,6 +48,33 @@ pub struct AttentionTrace {
     pub options: AttentionOptions,
     /// The learned sink of every query head, `[n_heads]`, if the model has them.
     pub sink_logits: Option<Tensor<1>>,
+}
+
+impl AttentionTrace {
+    /// Returns the trace of attention to keys and values; `None` for sparse attention.
+    pub fn kv(&self) -> Option<&KvTrace> {
+        match &self.kind {
+            TraceKind::Kv(trace) => Some(trace),
+            TraceKind::Sparse(_) => None,
+        }
+    }
+
+    /// Returns the trace of sparse attention; `None` for attention to keys and values.
+    pub fn sparse(&self) -> Option<&SparseTrace> {
+        match &self.kind {
+            TraceKind::Kv(_) => None,
+            TraceKind::Sparse(trace) => Some(trace),
+        }
+    }
+
+    /// Returns the output before the heads are joined, `[batch, n_heads, seq, head_dim]`; of sparse
+    /// attention before rope is undone.
+    pub fn output(&self) -> &Tensor<4> {
+        match &self.kind {
+            TraceKind::Kv(trace) => &trace.output,
+            TraceKind::Sparse(trace) => &trace.output,
+        }
+    }
 }
 
 /// A callback that receives every layer's attention, first layer first.
@@ -81,12 +124,6 @@ impl<'a> Stored<'a> {
     fn applies_rope(&self) -> bool {
         matches!(self, Self::Kv(kv) if kv.applies_rope())
     }
-}
-
-/// Creates the error of an observer of a model with sparse attention.
-pub(crate) fn unobservable() -> Error {
-    let why = "observers receive keys and values, which sparse attention does not have";
-    Error::unsupported("observing this model's attention", why)
 }
 
 /// The entries and selections that the layers of one pass have computed, by layer. Later layers may
@@ -181,17 +218,13 @@ impl<'a> Memory<'a> {
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] for a layer whose [`LayerSpec`](crate::LayerSpec) has keys
-    /// and values, and with an observer, which receives keys and values. Fails for more tokens than
-    /// fit into the cache.
+    /// and values. Fails for more tokens than fit into the cache.
     pub fn sparse(self, seq: usize) -> Result<SparseMemory<'a>> {
         let Stored::Sparse(place) = self.stored else {
             let why = "the layer's memory holds keys and values; set sparse in its LayerSpec";
             return Err(Error::unsupported("sparse attention", why));
         };
-        if self.observer.is_some() {
-            return Err(unobservable());
-        }
-        Ok(match place {
+        let memory = match place {
             SparsePlace::Parallel(config) => SparseMemory::parallel(config),
             SparsePlace::Cached(cache) => {
                 let added = vec![seq; cache.lens().len()];
@@ -199,6 +232,12 @@ impl<'a> Memory<'a> {
             }
             SparsePlace::Ragged(cache, tokens) => SparseMemory::cached(cache, tokens)?,
             SparsePlace::At(cache, position) => SparseMemory::at(cache, position),
+        };
+        Ok(match self.observer {
+            None => memory,
+            Some(Observer { layer, observe, .. }) => memory.shown_to(move |trace| {
+                observe(AttentionTrace { layer, kind: TraceKind::Sparse(Box::new(trace)) });
+            }),
         })
     }
 
@@ -222,7 +261,8 @@ impl<'a> Memory<'a> {
         let (query, key, value) = (q.clone(), k.clone(), v.clone());
         let output = kv.attend_with_sinks(q, k, v, sink_logits.clone())?.output;
         let shown = output.clone();
-        observe(AttentionTrace { layer, query, key, value, output: shown, options, sink_logits });
+        let trace = KvTrace { query, key, value, output: shown, options, sink_logits };
+        observe(AttentionTrace { layer, kind: TraceKind::Kv(Box::new(trace)) });
         Ok(output)
     }
 

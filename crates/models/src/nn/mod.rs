@@ -19,8 +19,8 @@ mod rope;
 mod routed;
 mod rows;
 
-pub use attention::{AttentionObserver, AttentionTrace, Memory, SparseStates};
-pub(crate) use attention::{SparsePlace, unobservable};
+pub(crate) use attention::SparsePlace;
+pub use attention::{AttentionObserver, AttentionTrace, KvTrace, Memory, SparseStates, TraceKind};
 pub use expert_stack::ExpertStack;
 pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;

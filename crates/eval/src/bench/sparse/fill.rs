@@ -95,6 +95,7 @@ fn random_blocks<T: Target>(
         let mut memory = SparseMemory::cached(&mut cache, &[FILL])?;
         memory.compress(&entry, gated(plan.head_dim))?;
         memory.select(&key, gated(width), &query)?;
+        drop(memory);
         let mut parts = cache.parts();
         parts.retain(|part| ["entries", "keys"].contains(&part.name.trim_end_matches(".codes")));
         Ok(parts)

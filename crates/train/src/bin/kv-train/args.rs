@@ -15,12 +15,12 @@ use kv_train::{
 
 use crate::{
     evaluation::check_eval_tokens,
-    spec::{Architecture, Origin, Spec, Weights},
+    spec::{Architecture, Origin, Spec, Weights, read_config},
 };
 
 /// Parses the weights that are trained by name, so that an error can suggest the nearest name.
 pub(crate) fn trainable() -> impl TypedValueParser<Value = Trainable> {
-    PossibleValuesParser::new(["all", "layers", "attention", "qkv"])
+    PossibleValuesParser::new(["all", "layers", "attention", "qkv", "indexer"])
         .try_map(|name| name.parse::<Trainable>())
 }
 
@@ -288,6 +288,9 @@ impl Qat {
 /// Arguments of `kv-train pretrain`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Pretrain {
+    /// config.json of a model of any family, instead of the sizes of a Llama-style model.
+    #[arg(long, conflicts_with = "Architecture")]
+    config: Option<PathBuf>,
     #[command(flatten)]
     architecture: Architecture,
     #[command(flatten)]
@@ -296,7 +299,10 @@ pub(crate) struct Pretrain {
 
 impl Pretrain {
     pub(crate) fn start(self) -> Result<Start> {
-        let origin = || Ok(Origin::Random(self.architecture));
+        let origin = || match &self.config {
+            Some(path) => Ok(Origin::Config(read_config(path)?)),
+            None => Ok(Origin::Random(self.architecture)),
+        };
         self.training.start(origin, pretraining())
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn check_evaluation(
     let caches = match (&spec.origin, &spec.config.qat) {
         (Origin::Model(_), Some(qat)) => vec![qat.cache.clone()],
         (Origin::Model(_), None) => vec![],
-        (Origin::Random(_), _) => kivi_caches(model),
+        (Origin::Random(_) | Origin::Config(_), _) => kivi_caches(model),
     };
     Plan::new(model, Mode::Parallel, caches, ids, window, None)?
         .with_bos(model, tokenizer.leading_bos())?;
@@ -102,7 +102,7 @@ fn evaluate_on<T: Target>(
             add("before", &load(path, &device, spec.weights)?.model, vec![cache.clone()])?;
             add("after", &trained.model, vec![trained.cache.clone()])?;
         }
-        Origin::Random(_) => {
+        Origin::Random(_) | Origin::Config(_) => {
             add("trained", &trained.model, kivi_caches(&trained.model))?;
         }
     }

@@ -5,10 +5,12 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use kv_cli::{Backend, MemorySize, memory_limit};
-use kv_models::{LayerSpec, MemoryLimit, decimal_size, outline};
+use kv_models::{
+    LayerSpec, LoadOptions, MemoryLimit, ModelOutline, decimal_size, outline, outline_config,
+};
 use kv_train::{Objective, TrainConfig, Trainable};
 
-use crate::spec::{Architecture, Origin, Spec, Weights};
+use crate::spec::{Architecture, Origin, Spec, Weights, config_json, config_text};
 
 /// The sizes of a model that decide how much memory training takes.
 pub(crate) struct Sizes {
@@ -65,6 +67,7 @@ fn parts(sizes: &Sizes, config: &TrainConfig, on_cpu: bool) -> [(&'static str, f
         (None, Trainable::All) => weights / F32,
         (None, Trainable::Layers) => (weights / F32 - vocabulary).max(0.0),
         (None, Trainable::Attention | Trainable::Qkv) => hidden * qkv_rows,
+        (None, Trainable::Indexer) => 0.0,
     };
     // On the CPU, every sequence of a batch has its own gradients, which are then added up.
     let gradients = if on_cpu { batch } else { 1.0 };
@@ -100,24 +103,32 @@ pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>
     let sizes = match &spec.origin {
         Origin::Model(path) => Sizes::of_model(path, spec.weights, device)?,
         Origin::Random(architecture) => Sizes::of_random(architecture),
+        Origin::Config(fields) => {
+            let text = config_text(fields);
+            Sizes::of(&outline_config(&config_json(&text), None, device, LoadOptions::default())?)
+        }
     };
     check(&sizes, &spec.config, (spec.backend, device), memory)
 }
 
 impl Sizes {
     pub(crate) fn of_model(path: &Path, weights: Weights, device: &Device) -> Result<Self> {
-        let outline = outline(path, device, weights.options())?;
+        Ok(Self::of(&outline(path, device, weights.options())?))
+    }
+
+    fn of(outline: &ModelOutline) -> Self {
         let (model, weights) = (&outline.spec, &outline.weights);
         let rows = |layer: &LayerSpec| layer.qkv_rows() as f64;
-        Ok(Self {
+        Self {
             weights: weights.total() as f64,
             vocabulary: 2.0 * model.vocab_size as f64 * model.hidden_size as f64,
             hidden: model.hidden_size as f64,
             layers: model.layers.len() as f64,
             qkv_rows: model.layers.iter().map(rows).sum(),
             widest: weights.widest as f64,
-        })
+        }
     }
+
     /// Computes the sizes of a model with random weights, as f64 to avoid overflow.
     fn of_random(model: &Architecture) -> Self {
         let [vocab, hidden, layers] = [model.vocab, model.hidden, model.layers].map(|n| n as f64);

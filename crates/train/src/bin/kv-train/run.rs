@@ -12,9 +12,10 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use kv_cli::{MemorySize, Screen, dispatch};
 use kv_models::{
-    LanguageModel, Loaded, Tokenizer, check_savable,
+    LanguageModel, LoadOptions, Loaded, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, On, Target},
     llama::Llama,
+    outline_config, random,
 };
 use kv_train::{
     Checkpoints, Error, Resume, Run, Texts, checkpointed,
@@ -27,7 +28,7 @@ use crate::{
     evaluation::{check_eval_tokens, check_evaluation},
     finish::{finish, model_folder, read_result, result_file, save, save_options},
     memory,
-    spec::{Origin, Required, Spec, TOKENIZER, load},
+    spec::{Origin, Required, Spec, TOKENIZER, config_json, config_text, load},
     stop::Stop,
 };
 
@@ -333,32 +334,50 @@ fn load_initial(spec: &Spec, folder: &Path, device: &Device, new: bool) -> Resul
         Origin::Random(architecture) => {
             let config = architecture.config();
             config.validate()?;
-            let kept = folder.join(TOKENIZER);
-            if new && kept.exists() {
-                bail!("{}: already exists; choose another folder", kept.display());
-            }
-            let tokenizer = match new {
-                true => {
-                    let texts = Source::new(&spec.texts).with_field(&spec.field).documents()?;
-                    Tokenizer::train_bpe(texts.iter(), architecture.vocab)?
-                }
-                false => Tokenizer::from_file(&kept, &[0])?,
-            };
-            // It is saved beside its ids, where it cannot overwrite another tokenizer.json.
-            let tokens = folder.join("tokens");
-            fs::create_dir_all(&tokens)
-                .with_context(|| format!("{}: cannot create", tokens.display()))?;
-            let tokenizer_file = tokens.join(TOKENIZER);
-            tokenizer.save(&tokenizer_file)?;
-            let files = match new {
-                true => vec![(TOKENIZER, fs::read(&tokenizer_file)?)],
-                false => Vec::new(),
-            };
-            device.seed(spec.config.seed);
-            let model = LanguageModel::new(Llama::init(config, device));
-            Ok(Initial { model, tokenizer, tokenizer_file, files })
+            let model = || Ok(LanguageModel::new(Llama::init(config, device)));
+            from_scratch(spec, folder, (architecture.vocab, new), device, model)
+        }
+        Origin::Config(fields) => {
+            let text = config_text(fields);
+            let config = config_json(&text);
+            let outline = outline_config(&config, None, device, LoadOptions::default())?;
+            let model = || Ok(random(&config, device)?);
+            from_scratch(spec, folder, (outline.spec.vocab_size, new), device, model)
         }
     }
+}
+
+/// Creates a model with random weights, and trains its tokenizer of `vocab` tokens on the texts if
+/// the run is `new`.
+fn from_scratch(
+    spec: &Spec,
+    folder: &Path,
+    (vocab, new): (usize, bool),
+    device: &Device,
+    model: impl FnOnce() -> Result<LanguageModel>,
+) -> Result<Initial> {
+    let kept = folder.join(TOKENIZER);
+    if new && kept.exists() {
+        bail!("{}: already exists; choose another folder", kept.display());
+    }
+    let tokenizer = match new {
+        true => {
+            let texts = Source::new(&spec.texts).with_field(&spec.field).documents()?;
+            Tokenizer::train_bpe(texts.iter(), vocab)?
+        }
+        false => Tokenizer::from_file(&kept, &[0])?,
+    };
+    // It is saved beside its ids, where it cannot overwrite another tokenizer.json.
+    let tokens = folder.join("tokens");
+    fs::create_dir_all(&tokens).with_context(|| format!("{}: cannot create", tokens.display()))?;
+    let tokenizer_file = tokens.join(TOKENIZER);
+    tokenizer.save(&tokenizer_file)?;
+    let files = match new {
+        true => vec![(TOKENIZER, fs::read(&tokenizer_file)?)],
+        false => Vec::new(),
+    };
+    device.seed(spec.config.seed);
+    Ok(Initial { model: model()?, tokenizer, tokenizer_file, files })
 }
 
 /// Returns the first `n` devices of the target.

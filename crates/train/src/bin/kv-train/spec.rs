@@ -1,12 +1,16 @@
 //! The description of a run, which its folder keeps.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use kv_cli::Backend;
 use kv_models::{
-    LayerSpec, LoadOptions, Loaded, kv_weights::Activations, llama, load_with, nn::RopeScaling,
+    ConfigJson, JsonFields, LayerSpec, LoadOptions, Loaded, kv_weights::Activations, llama,
+    load_with, nn::RopeScaling,
 };
 use kv_train::{Objective, TrainConfig};
 use serde::{Deserialize, Serialize};
@@ -58,7 +62,7 @@ impl Spec {
         };
         let mut inputs = match &self.origin {
             Origin::Model(path) => Input::of_model(what, path)?,
-            Origin::Random(_) => {
+            Origin::Random(_) | Origin::Config(_) => {
                 let input = Input::of("tokenizer", tokenizer)?;
                 input.into_iter().map(|input| input.at(TOKENIZER)).collect()
             }
@@ -124,6 +128,25 @@ pub(crate) enum Origin {
     Model(PathBuf),
     /// Random weights of this architecture.
     Random(Architecture),
+    /// Random weights of the model that these fields of a `config.json` describe.
+    Config(JsonFields),
+}
+
+/// Reads a `config.json`.
+pub(crate) fn read_config(path: &Path) -> Result<JsonFields> {
+    let text = fs::read_to_string(path)
+        .with_context(|| format!("{}: cannot read; name a config.json", path.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("{}: not a JSON object", path.display()))
+}
+
+/// Returns the text of a `config.json` with these fields.
+pub(crate) fn config_text(fields: &JsonFields) -> String {
+    serde_json::Value::Object(fields.clone()).to_string()
+}
+
+/// Returns the `config.json` of this text; messages name the file so.
+pub(crate) fn config_json(text: &str) -> ConfigJson<'_> {
+    ConfigJson { text, path: Path::new("config.json") }
 }
 
 /// The sizes of a Llama-style model.

@@ -1,13 +1,17 @@
-//! Finds the valid short name that is nearest to a mistyped one.
+//! Finds the valid name of a policy that is nearest to a mistyped one.
 
+use kv_cubecl::{CacheFloat, KvCacheConfig, KvFormat};
 use strsim::osa_distance;
 
-use super::KvCacheConfig;
-use crate::formats::{CacheFloat, KvFormat};
+use super::ModelCacheConfig;
 
-/// Returns the nearest valid name; `None` if none is near.
+/// Returns the nearest preset or short name of a cache; `None` if none is near.
 pub(super) fn nearest(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
+    let mut presets = ModelCacheConfig::PRESETS.iter();
+    if let Some(preset) = presets.find(|preset| osa_distance(&text, preset) <= 2) {
+        return Some(preset.to_string());
+    }
     let mut parts = text.split(['-', '_', ' ']);
     let first = parts.next().unwrap_or_default();
     let sides = || KvFormat::ALL.iter().map(|format| format.name());
@@ -18,7 +22,7 @@ pub(super) fn nearest(text: &str) -> Option<String> {
     for part in parts.filter_map(part) {
         let longer = format!("{name}-{part}");
         // A part that the name already has makes it invalid, and is dropped.
-        if KvCacheConfig::read(&longer).is_ok() {
+        if longer.parse::<KvCacheConfig>().is_ok() {
             name = longer;
         }
     }
@@ -62,6 +66,7 @@ mod tests {
             ("k4v4-gfulsh-bf1", "k4v4-gflush-bf16"),
             ("k4v4-g64-g32", "k4v4-g64"),
             ("k4v4-?", "k4v4"),
+            ("Saef", "safe"),
         ] {
             assert_eq!(nearest(typed).as_deref(), Some(meant), "{typed}");
         }
@@ -73,11 +78,11 @@ mod tests {
     #[test]
     fn errors_name_the_nearest_form() {
         for (typed, meant) in [("k5v2-g64", "k2v2-g64"), ("k4v4-g", "k4v4"), ("k4v4-x", "k4v4")] {
-            let error = typed.parse::<KvCacheConfig>().unwrap_err().to_string();
+            let error = ModelCacheConfig::find(typed).unwrap_err().to_string();
             assert!(error.contains(&format!("(did you mean {meant}?)")), "{error}");
             assert!(error.len() < 200, "{error}");
         }
-        let error = "nonsense".parse::<KvCacheConfig>().unwrap_err().to_string();
+        let error = ModelCacheConfig::find("nonsense").unwrap_err().to_string();
         assert!(error.contains("as in k4v4-g64") && error.len() < 200, "{error}");
     }
 }
