@@ -7,8 +7,10 @@
 pub mod bench;
 mod error;
 mod ids;
+mod index;
 pub mod layers;
 pub mod memory;
+mod needle;
 mod perplexity;
 mod plan;
 pub mod planner;
@@ -20,7 +22,9 @@ mod twin;
 pub mod world;
 
 pub use error::{Error, Result};
+pub use index::{IndexRecall, KeyFormat, RecallCell, index_recall};
 pub use layers::layer_errors;
+pub use needle::{NeedlePlan, NeedleRow, Needles, needles};
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{Report, Versions, device_name};

@@ -16,9 +16,13 @@ use burn::{
 };
 use common::{assert_contains, copy, device, expected, failure, golden_in, max_difference};
 use kv_models::{
-    Error, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer, WeightDtype,
+    AttentionTrace, Error, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer,
+    WeightDtype,
     deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, sinkhorn},
-    kv_cubecl::KvCacheConfig,
+    kv_cubecl::{
+        KvCacheConfig,
+        sparse::{Compressed, Entries, SparseOptions, sparse_attention},
+    },
     kv_weights::{Activations, GroupSize, WeightFormat},
     load, load_with,
     nn::RopeScaling,
@@ -436,15 +440,24 @@ fn random_models_can_be_saved() {
     assert_contains(&message, &["index_topk = 0"]);
 }
 
-/// Only the indexer, which selects, has no gradients.
+/// The loss of the text has gradients for all parameters but the indexers', and the indexers' own
+/// loss has gradients for these only.
 #[test]
 fn parameters_have_gradients() {
     let (device, config) = (device().autodiff(), small());
     let model = DeepseekV4::random(config.clone(), &device).unwrap();
     let ids = some_ids(&config, &device);
     let language: LanguageModel = model.clone().into();
-    let logits = language.forward(ids, KvCacheConfig::float()).unwrap();
+    let logits = language.forward(ids.clone(), KvCacheConfig::float()).unwrap();
     let grads = logits.square().sum().backward();
+    let mut losses = vec![];
+    let mut observe = |trace: AttentionTrace| {
+        losses.extend(trace.sparse().unwrap().index_loss().unwrap());
+    };
+    let float = KvCacheConfig::float().into();
+    language.hidden_with(ids, &float, Default::default(), Some(&mut observe)).unwrap();
+    assert_eq!(losses.len(), 1);
+    let of_indexer = losses.remove(0).backward();
     let found = |vector: &Param<Tensor<1>>| {
         let grad = vector.val().grad(&grads).unwrap();
         assert!(grad.abs().max().into_scalar::<f32>() > 0.0);
@@ -458,25 +471,52 @@ fn parameters_have_gradients() {
             found(&compressor.parts.norm.gamma);
         }
         if let Some(indexer) = &layer.attention.indexer {
-            assert!(indexer.compressor.parts.norm.gamma.val().grad(&grads).is_none());
+            let gamma = indexer.compressor.parts.norm.gamma.val();
+            assert!(gamma.grad(&grads).is_none() && gamma.grad(&of_indexer).is_some());
+            assert!(indexer.query.weight.val().grad(&of_indexer).is_some());
+            assert!(indexer.weights.weight.val().grad(&of_indexer).is_some());
+        }
+        for own in [&layer.attention.query_norm.gamma, &layer.attention_norm.gamma] {
+            assert!(own.val().grad(&of_indexer).is_none());
         }
     }
     found(&model.norm.base);
 }
 
+/// Attention to what the observer receives gives the layers' outputs.
 #[test]
-fn what_sparse_attention_lacks_is_refused() {
+fn observers_receive_sparse_attention() {
     let device = device();
     let model = load(tiny(), &device).unwrap().model;
-    let ids = expected(&tiny(), &device).ids.narrow(1, 0, 8);
-    let refused = |error: Error, parts: &[&str]| {
-        assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
-        assert_contains(&error.to_string(), parts);
-    };
-    let error = model
-        .hidden_with(ids, &KvCacheConfig::float().into(), Default::default(), Some(&mut |_| {}))
-        .unwrap_err();
-    refused(error, &["observing", "sparse attention"]);
+    let ids = expected(&tiny(), &device).ids;
+    let mut traces: Vec<AttentionTrace> = vec![];
+    let mut observe = |trace| traces.push(trace);
+    let float = KvCacheConfig::float();
+    let hidden = model
+        .hidden_with(ids.clone(), &float.into(), Default::default(), Some(&mut observe))
+        .unwrap();
+    assert_eq!(hidden.to_data(), model.hidden(ids, float).unwrap().to_data());
+    assert_eq!(traces.len(), model.n_layers());
+    for (i, trace) in traces.iter().enumerate() {
+        assert_eq!(trace.layer, i);
+        assert!(trace.kv().is_none());
+        let sparse = trace.sparse().unwrap();
+        let layer = model.spec().layers[i].sparse.unwrap();
+        assert_eq!(sparse.index.is_some(), layer.selection.is_some());
+        let selection = sparse.index.as_ref().map(|index| &index.selection);
+        let entries = sparse.entries.as_ref().and_then(Entries::tensor);
+        let compressed = entries.zip(sparse.config.compression);
+        let compressed =
+            compressed.map(|(entries, compression)| Compressed { entries, compression, selection });
+        let options = SparseOptions {
+            sliding_window: sparse.config.sliding_window,
+            scale: None,
+            sink_logits: sparse.sink_logits.clone(),
+        };
+        let output =
+            sparse_attention(sparse.query.clone(), &sparse.rows, compressed, &options).unwrap();
+        assert_eq!(output.to_data(), trace.output().to_data());
+    }
 }
 
 #[test]

@@ -12,8 +12,8 @@ use common::{
     saved::{bits, config, pass},
 };
 use kv_models::{
-    Checkpoints, DecodeGraph, Error, LanguageModel, ModelCache, PromptCache, SavedAs, SavedCache,
-    ids_to_tensor,
+    AttentionTrace, Checkpoints, DecodeGraph, Error, LanguageModel, ModelCache, PromptCache,
+    SavedAs, SavedCache, ids_to_tensor,
     kv_cubecl::{KvCacheConfig, KvFormat, Side, sparse::SparseCounters},
     kv_sampling::Draw,
     load,
@@ -583,11 +583,35 @@ fn caches_of_another_policy_or_width_are_refused() {
     }
     let error = golden.model.new_cache(config("float", 1 << 24), 64, &device).unwrap_err();
     assert_contains(&error.to_string(), &["capacity", "buffer of 2^32 elements"]);
-    let ids = ids_to_tensor(&[1], [1, 1], &device);
-    let error = golden.model.hidden_step_with(ids, &mut cache, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
-    assert_contains(&error.to_string(), &["observing", "sparse attention"]);
     assert_eq!(cache.len(), 30);
+}
+
+/// Observers receive the same outputs of a cache, token by token, as of a whole sequence.
+#[test]
+fn observers_receive_the_outputs_of_a_cache() {
+    let device = device();
+    let golden = Golden::new(&tiny());
+    let text = &golden.texts[0][..40];
+    let float = KvCacheConfig::float();
+    let mut whole: Vec<Tensor<4>> = vec![];
+    let mut observe = |trace: AttentionTrace| whole.push(trace.output().clone());
+    let ids = ids_to_tensor(text, [1, 40], &device);
+    let model = &golden.model;
+    model.hidden_with(ids, &float.into(), Default::default(), Some(&mut observe)).unwrap();
+    let mut cache = model.new_cache(float.with_capacity(40), 1, &device).unwrap();
+    for (t, &id) in text.iter().enumerate() {
+        let mut shown = vec![];
+        let mut observe = |trace: AttentionTrace| shown.push(trace.output().clone());
+        let ids = ids_to_tensor(&[id], [1, 1], &device);
+        model.hidden_step_with(ids, &mut cache, &mut observe).unwrap();
+        for (layer, (shown, whole)) in shown.into_iter().zip(&whole).enumerate() {
+            let expected = whole.clone().narrow(2, t, 1);
+            let largest = whole.clone().abs().max().into_scalar::<f32>();
+            let error = (shown - expected).abs().max().into_scalar::<f32>();
+            // Rounding of sums in another order, through the layers before.
+            assert!(error <= 1e-4 * largest, "layer {layer}, token {t}: {error} of {largest}");
+        }
+    }
 }
 
 /// Whole sequences, the last tokens one by one, and random partitions into calls.

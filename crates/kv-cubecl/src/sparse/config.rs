@@ -57,10 +57,17 @@ impl RowFormat {
             let rule = format!("must be at most the {width} channels of a row of {field}");
             return Err(invalid("float_channels", self.float_channels, rule));
         }
-        match self.coded_channels(width) {
-            0 => Ok(()),
-            coded => self.codes.validate(Side::Values, coded, Self::GROUP_SIZE),
+        let Some(spec) = self.spec(width) else { return Ok(()) };
+        let coded = self.coded_channels(width);
+        self.codes.validate(Side::Values, coded, Self::GROUP_SIZE)?;
+        if !coded.is_multiple_of(spec.group_size) {
+            let rule = format!(
+                "must be a multiple of {}, the channels of a group of {field} as {}",
+                spec.group_size, self.codes
+            );
+            return Err(invalid("head_dim", coded, rule));
         }
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@ use std::{path::PathBuf, str::FromStr};
 
 use anyhow::Result;
 use kv_cli::NamedFiles;
-use kv_cubecl::KvCacheConfig;
+use kv_cubecl::{KvCacheConfig, KvFormat};
 use kv_models::{ModelCacheConfig, Tokenizer};
 
 use crate::common::{BosArgs, note_short_text, read_ids};
@@ -43,6 +43,16 @@ impl TextArgs {
 pub(crate) struct Named<T> {
     pub(crate) name: String,
     pub(crate) value: T,
+}
+
+/// Parses the name of a format other than float.
+pub(crate) fn quantized_format(name: &str) -> Result<KvFormat, String> {
+    let found = KvFormat::named(name).filter(|format| format.is_quantized());
+    found.ok_or_else(|| {
+        let all = KvFormat::ALL.iter().filter(|format| format.is_quantized());
+        let names: Vec<_> = all.map(|format| format.name()).collect();
+        format!("must be one of {}", names.join(", "))
+    })
 }
 
 /// A cache or a per-layer policy.

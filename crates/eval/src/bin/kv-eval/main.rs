@@ -11,8 +11,10 @@ mod generate_interrupt;
 mod generate_reply;
 mod generate_several;
 mod generate_writer;
+mod index;
 mod json;
 mod loading;
+mod needle;
 mod plan;
 mod ppl;
 mod profile;
@@ -67,6 +69,10 @@ enum Command {
     Plan(plan::Args),
     /// Compare a quantized cache with a float cache by token and layer.
     Twin(twin::Args),
+    /// Measure how many entries indexers select right with quantized keys.
+    Index(index::Args),
+    /// Hide passages in a long text, and see which of them the model finds again.
+    Needle(needle::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),
     /// Let a world model continue games with different caches, and compare its frames with the true
@@ -85,6 +91,8 @@ fn main() -> ExitCode {
             Some(Command::Generate(args)) => generate::run(&args),
             Some(Command::Plan(args)) => plan::run(&args),
             Some(Command::Twin(args)) => twin::run(&args),
+            Some(Command::Index(args)) => index::run(&args),
+            Some(Command::Needle(args)) => needle::run(&args),
             Some(Command::Search(args)) => search::run(&args),
             Some(Command::World(args)) => world::run(&args),
             Some(Command::Bench(bench)) => bench::run(&bench),

@@ -23,7 +23,7 @@ use kv_eval::{
 use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
-    arguments::{TextArgs, TextIds},
+    arguments::{TextArgs, TextIds, quantized_format},
     common::{ModelArgs, Weights, note_policies},
     json::{JsonArgs, write_json},
     loading::MemoryRequest,
@@ -51,7 +51,7 @@ pub(crate) struct Args {
     base: KvCacheConfig,
     /// Format to choose from for each side of each layer, in addition to float: 2, 3, 4, 8, int8,
     /// e4m3, ..; repeatable.
-    #[arg(long = "format", value_parser = format, default_values = ["4", "2"])]
+    #[arg(long = "format", value_parser = quantized_format, default_values = ["4", "2"])]
     formats: Vec<KvFormat>,
     /// Number of first tokens of the text, which the search uses.
     #[arg(long, default_value_t = 1024)]
@@ -75,15 +75,6 @@ pub(crate) struct Args {
     plot: Option<PathBuf>,
     #[command(flatten)]
     json: JsonArgs,
-}
-
-fn format(name: &str) -> Result<KvFormat, String> {
-    let found = KvFormat::named(name).filter(|format| format.is_quantized());
-    found.ok_or_else(|| {
-        let all = KvFormat::ALL.iter().filter(|format| format.is_quantized());
-        let names: Vec<_> = all.map(|format| format.name()).collect();
-        format!("must be one of {}", names.join(", "))
-    })
 }
 
 fn bytes(text: &str) -> Result<MemorySize, String> {

@@ -36,14 +36,14 @@ fn eval_window(model: &LanguageModel, ids: &[u32]) -> usize {
 
 /// Returns the KIVI caches that a model from scratch is evaluated with.
 fn kivi_caches(model: &LanguageModel) -> Vec<ModelCacheConfig> {
-    // The paper's group size is 32. If neither it nor 16 divides head_dim, there is no KIVI cache.
-    let layers = &model.spec().layers;
-    let fits = |group: &usize| layers.iter().all(|l| l.head_dim.values.is_multiple_of(*group));
-    let kivi = [32, 16].into_iter().find(fits).map(|group| {
-        [KvFormat::Affine4, KvFormat::Affine2]
-            .map(|bits| KvCacheConfig::new(bits, bits).with_group_size(group).into())
-    });
-    kivi.into_iter().flatten().collect()
+    // The paper's group size is 32. If neither it nor 16 fits the model, there is no KIVI cache.
+    let kivi = |group: usize| {
+        [KvFormat::Affine4, KvFormat::Affine2].map(|bits| {
+            ModelCacheConfig::from(KvCacheConfig::new(bits, bits).with_group_size(group))
+        })
+    };
+    let fits = |caches: &[ModelCacheConfig; 2]| caches.iter().all(|it| it.validate(model).is_ok());
+    [32, 16].map(kivi).into_iter().find(fits).into_iter().flatten().collect()
 }
 
 /// Checks before training that the evaluation after it will work.
