@@ -27,7 +27,7 @@ use crate::{Error, Plan, Result};
 pub struct KeyFormat {
     /// The codes of all channels.
     pub codes: KvFormat,
-    /// Whether queries and keys have a Hadamard transform, which spreads outlier channels and keeps
+    /// True if queries and keys have a Hadamard transform, which spreads outlier channels and keeps
     /// exact scores.
     pub hadamard: bool,
 }
@@ -137,7 +137,8 @@ fn check(model: &LanguageModel, formats: &[KeyFormat]) -> Result<()> {
     Ok(())
 }
 
-/// Adds the selections of one layer in one window to `cells`, whose recall is a count until the end.
+/// Adds the selections of one layer in one window to `cells`. Until the end, their recall is a
+/// count.
 fn add_layer(
     cells: &mut Vec<RecallCell>,
     layer: usize,

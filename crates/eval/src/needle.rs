@@ -20,7 +20,7 @@ pub struct NeedlePlan {
     pub needle: usize,
     /// Its first tokens, which the prompt repeats last. The others are to be predicted.
     pub cue: usize,
-    /// The places of the needle: one in each of so many equal parts of the haystack.
+    /// Equal parts of the haystack, each with a place for a needle.
     pub chunks: usize,
 }
 
@@ -44,13 +44,14 @@ pub struct NeedleRow {
     pub at: usize,
     /// The tokens of the needle that were predicted, the most likely ones given all before.
     pub found: usize,
-    /// The same without the needle in the haystack: what the cue alone tells.
+    /// The number of these tokens that were predicted from the cue alone, without the needle in the
+    /// haystack.
     pub without: usize,
     /// The tokens to predict.
     pub of: usize,
     /// The mean negative log-likelihood of these tokens, nats.
     pub nll: f64,
-    /// The same without the needle in the haystack.
+    /// The mean negative log-likelihood without the needle in the haystack, nats.
     pub nll_without: f64,
 }
 
@@ -188,7 +189,7 @@ impl Needles {
 impl fmt::Display for Needles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let NeedlePlan { context, needle, cue, .. } = self.plan;
-        writeln!(f, "{context} tokens, needles of {needle}, of which {cue} are repeated as a cue")?;
+        writeln!(f, "{context} tokens, needles of {needle} tokens, cues of {cue}")?;
         write!(f, "{}", self.table())
     }
 }

@@ -24,7 +24,7 @@ pub enum Error {
         text: String,
         /// The part that could not be read, and why.
         why: String,
-        /// What can be read instead.
+        /// The names that can be read.
         expected: String,
     },
     /// A tensor has a shape the operation does not accept.

@@ -3,12 +3,11 @@
 use burn::tensor::{Int, Tensor};
 
 use super::{
-    Compressed, EntryCompressor, Gated, IndexQuery, KeyCompressor, Selection, SparseCache,
+    Compressed, Entries, EntryCompressor, Gated, IndexQuery, KeyCompressor, Selection, SparseCache,
     SparseConfig, SparseOptions,
     cache::Call,
     compressor::Compressor,
     index_scores, select_entries, sparse_attention,
-    store::RowStore,
     trace::{IndexTrace, Observer, SparseTrace},
 };
 use crate::{Result, error::invalid, functions::store};
@@ -25,17 +24,6 @@ pub struct SparseMemory<'a> {
 enum Place<'a> {
     Parallel(SparseConfig),
     Cached(&'a mut SparseCache, Box<Call>),
-}
-
-/// The compressed entries that a layer has computed. Other layers may attend to them.
-#[derive(Clone, Debug)]
-pub struct Entries(Kept);
-
-#[derive(Clone, Debug)]
-enum Kept {
-    /// `[batch, 1, entries, head_dim]`, if there are any.
-    Parallel(Option<Box<Tensor<4>>>),
-    Cached(Box<RowStore>),
 }
 
 /// The entries that a query attends to, besides recent tokens.
@@ -105,12 +93,12 @@ impl<'a> SparseMemory<'a> {
             Place::Parallel(config) => {
                 let entries = compressor.compress(gated)?;
                 let stored = entries.map(|entries| config.entries.rounded(entries));
-                Ok(Entries(Kept::Parallel(stored.map(Box::new))))
+                Ok(Entries::parallel(stored))
             }
             Place::Cached(cache, call) => {
                 cache.compress(&compressor.0, gated, call)?;
                 let entries = cache.entries.as_ref().expect("it has been written");
-                Ok(Entries(Kept::Cached(Box::new(entries.rows.clone()))))
+                Ok(Entries::of_cache(entries.rows.clone()))
             }
         }
     }
@@ -270,27 +258,4 @@ fn check_attend(
         return Err(crate::Error::Shape { op: "attend", tensor: "sink_logits", shape, rule });
     }
     Ok(())
-}
-
-impl Entries {
-    /// Returns the entries of a whole sequence as attention reads them,
-    /// `[batch, 1, entries, head_dim]`; `None` for a cache, which keeps them in their format, and
-    /// for a sequence without entries.
-    pub fn tensor(&self) -> Option<&Tensor<4>> {
-        match &self.0 {
-            Kept::Parallel(rows) => rows.as_deref(),
-            Kept::Cached(_) => None,
-        }
-    }
-
-    pub(super) fn is_cached(&self) -> bool {
-        self.cached().is_some()
-    }
-
-    fn cached(&self) -> Option<&RowStore> {
-        match &self.0 {
-            Kept::Parallel(_) => None,
-            Kept::Cached(rows) => Some(rows),
-        }
-    }
 }

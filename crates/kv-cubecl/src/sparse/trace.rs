@@ -22,7 +22,7 @@ pub struct SparseTrace {
     pub rows: Tensor<4>,
     /// The entries that the layer attends to, its own or another layer's.
     pub entries: Option<Entries>,
-    /// What the layer's indexer computed, if the layer has one and the call is a whole sequence.
+    /// The results of the layer's indexer, if the layer has one and the call is a whole sequence.
     pub index: Option<IndexTrace>,
     /// The learned sink of each head, `[n_heads]`.
     pub sink_logits: Option<Tensor<1>>,
@@ -30,7 +30,7 @@ pub struct SparseTrace {
     pub output: Tensor<4>,
 }
 
-/// What an indexer computed for a whole sequence.
+/// The inputs and results of an indexer for a whole sequence.
 #[derive(Clone, Debug)]
 pub struct IndexTrace {
     /// The queries and weights of its heads.

@@ -15,7 +15,7 @@ use crate::{
     spans::OPERATION,
 };
 
-/// What one layer's attention computed.
+/// The attention of one layer in one pass.
 #[derive(Clone, Debug)]
 pub struct AttentionTrace {
     /// The layer, counted from 0.

@@ -34,7 +34,7 @@ pub(crate) struct Args {
     /// First tokens of the needle that the prompt repeats last; the others are to be predicted.
     #[arg(long, default_value_t = 16)]
     cue: usize,
-    /// Places of needles: one in each of so many equal parts of the text.
+    /// Number of equal parts of the text, each with a place for a needle.
     #[arg(long, default_value_t = 16)]
     chunks: usize,
     #[command(flatten)]
