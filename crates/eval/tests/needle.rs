@@ -22,22 +22,29 @@ fn austen() -> (On<Flex>, LanguageModel, Vec<u32>) {
     (device, loaded.model, ids)
 }
 
-/// The model was trained on passages that recur soon, so it finds the needle that stands last, and
-/// not without it.
+/// The model was trained on passages that recur soon, so it finds recent needles, and not without
+/// them. The text has each passage once, so that nothing else tells how a needle goes on.
 #[test]
-fn a_model_that_copies_finds_a_recent_needle() {
-    let (device, model, ids) = austen();
+fn a_model_that_copies_finds_recent_needles() {
+    let device = On::<Flex>::open().unwrap();
+    let loaded = load(AUSTEN, &device).unwrap();
+    let text = std::fs::read_to_string(Path::new(AUSTEN).join("heldout.txt")).unwrap();
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.dedup();
+    let (model, tokenizer) = (loaded.model, loaded.tokenizer.unwrap());
+    let ids = tokenizer.encode(&(lines[..100].join("\n") + "\n")).unwrap();
+    let near = NeedlePlan { context: 200, chunks: 2, ..PLAN };
     let caches: Vec<ModelCacheConfig> =
         ["float", "k4v4-gflush"].map(|name| name.parse().unwrap()).into();
     let mut seen = 0;
-    let found = needles(&device, &model, &ids, &caches, PLAN, |_| seen += 1).unwrap();
-    assert_eq!((found.rows.len(), seen), (8, 8));
+    let found = needles(&device, &model, &ids, &caches, near, |_| seen += 1).unwrap();
+    assert_eq!((found.rows.len(), seen), (4, 4));
     assert!(found.rows.iter().all(|row| row.of == 24), "{found}");
-    for row in found.rows.iter().filter(|row| row.chunk == 3) {
+    for row in &found.rows {
         assert!(row.nll < 0.7 * row.nll_without && row.found > row.without, "{found}");
     }
-    let places: Vec<_> = found.rows.iter().take(4).map(|row| row.at).collect();
-    assert_eq!(places, [54, 162, 270, 378]);
+    let places: Vec<_> = found.rows.iter().take(2).map(|row| row.at).collect();
+    assert_eq!(places, [30, 90]);
 }
 
 /// The loss of a needle is that of the prompt written out by hand.
