@@ -88,9 +88,9 @@ impl Layer {
         let keys: Vec<&[f64]> = keys.iter().map(Vec::as_slice).collect();
         let values: Vec<&[f64]> = values.iter().map(Vec::as_slice).collect();
         let mut target = vec![0.0; seen];
-        for head in 0..heads {
+        for (head, &sink) in sinks.iter().enumerate() {
             let query = row(&query, (sequence * heads + head) * self.tokens + t);
-            let options = RowOptions { scale: None, softcap: None, sink: Some(sinks[head]) };
+            let options = RowOptions { scale: None, softcap: None, sink: Some(sink) };
             let weights = reference::attend_row_with(&query, &keys, &values, options).output;
             target.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight);
         }
