@@ -16,7 +16,7 @@ use burn::{
 };
 use common::{assert_contains, copy, device, expected, failure, golden_in, max_difference};
 use kv_models::{
-    AttentionTrace, Error, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer,
+    AttentionTrace, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer,
     WeightDtype,
     deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, sinkhorn},
     kv_cubecl::{
