@@ -2,7 +2,7 @@
 //! keys.
 
 use core::fmt;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
@@ -83,7 +83,7 @@ pub fn index_recall<T: Target>(
     mut progress: impl FnMut(usize, usize),
 ) -> Result<IndexRecall> {
     check(model, formats)?;
-    let mut cells: Vec<RecallCell> = vec![];
+    let mut counts = Counts::new();
     let float = ModelCacheConfig::from(kv_cubecl::KvCacheConfig::float());
     let n_windows = plan.spans().count();
     for (done, span) in plan.spans().enumerate() {
@@ -92,28 +92,39 @@ pub fn index_recall<T: Target>(
         let mut outcome = Ok(());
         let mut observe = |trace: AttentionTrace| {
             let Some(sparse) = trace.sparse().filter(|_| outcome.is_ok()) else { return };
-            outcome = formats
-                .iter()
-                .try_for_each(|format| add_layer(&mut cells, trace.layer, sparse, *format));
+            outcome = add_layer(&mut counts, trace.layer, sparse, formats);
         };
         let ids = ids_to_tensor(&ids, [1, ids.len()], device);
         model.hidden_with(ids, &float, Default::default(), Some(&mut observe))?;
         outcome?;
         progress(done + 1, n_windows);
     }
-    if cells.is_empty() {
+    if counts.is_empty() {
         let rule = "must be longer, so that tokens see more entries than they select";
         return Err(Error::plan("window", plan.window(), rule));
     }
-    cells.sort_by_key(|cell| (cell.layer, order(formats, &cell.format), cell.from));
-    for cell in &mut cells {
-        cell.recall /= (cell.tokens * cell.top_k) as f64;
-    }
-    Ok(IndexRecall { cells })
+    let cell = |((layer, format, from), Count { top_k, tokens, hits }): (Key, Count)| RecallCell {
+        layer,
+        format: formats[format].to_string(),
+        top_k,
+        from,
+        to: 2 * from,
+        tokens,
+        recall: hits as f64 / (tokens * top_k) as f64,
+    };
+    Ok(IndexRecall { cells: counts.into_iter().map(cell).collect() })
 }
 
-fn order(formats: &[KeyFormat], name: &str) -> usize {
-    formats.iter().position(|format| format.to_string() == name).unwrap_or(formats.len())
+/// The layer, the number of the format, and the fewest entries of a cell.
+type Key = (usize, usize, usize);
+
+type Counts = BTreeMap<Key, Count>;
+
+/// The tokens of a cell, and how many of their entries were selected right.
+struct Count {
+    top_k: usize,
+    tokens: usize,
+    hits: usize,
 }
 
 /// Checks that the model has an indexer and that the formats fit its keys.
@@ -137,61 +148,52 @@ fn check(model: &LanguageModel, formats: &[KeyFormat]) -> Result<()> {
     Ok(())
 }
 
-/// Adds the selections of one layer in one window to `cells`. Until the end, their recall is a
-/// count.
+/// Counts the selections of one layer in one window with each format.
 fn add_layer(
-    cells: &mut Vec<RecallCell>,
+    counts: &mut Counts,
     layer: usize,
     trace: &SparseTrace,
-    format: KeyFormat,
+    formats: &[KeyFormat],
 ) -> Result<()> {
     let (Some(index), Some(config), Some(compression)) =
         (&trace.index, trace.config.index, trace.config.compression)
     else {
         return Ok(());
     };
-    let IndexTrace { query, keys, .. } = index;
-    let select = |query: &IndexQuery, keys: &Tensor<4>| -> Result<Vec<BTreeSet<i64>>> {
-        let selection = select_entries(index_scores(query, keys)?, 0, compression, config.top_k)?;
-        rows(selection.indices().clone())
-    };
-    let exact = select(query, keys)?;
-    let (query, keys) = match format.hadamard {
-        false => (query.clone(), keys.clone()),
-        true => {
-            let transformed = hadamard(query.query.clone().cast(DType::F32))?;
-            (IndexQuery { query: transformed, ..query.clone() }, hadamard(keys.clone())?)
-        }
-    };
-    let stored = select(&query, &RowFormat::codes(format.codes).rounded(keys))?;
-    for (token, (exact, stored)) in exact.iter().zip(&stored).enumerate() {
-        let entries = compression.entries(token + 1);
-        if entries <= config.top_k {
-            continue;
-        }
-        // Twice as many entries from one cell to the next.
-        let from = 1 << entries.ilog2();
-        let cell = cells.iter_mut().find(|cell| {
-            cell.layer == layer && cell.from == from && cell.format == format.to_string()
-        });
-        let hits = exact.intersection(stored).count() as f64;
-        match cell {
-            Some(cell) => {
-                cell.tokens += 1;
-                cell.recall += hits;
+    // The float cache stores keys in f32, so the layer has selected by exact scores.
+    let exact = rows(index.selection.indices().clone())?;
+    for (number, format) in formats.iter().enumerate() {
+        let (query, keys) = format.inputs(index)?;
+        let keys = RowFormat::codes(format.codes).rounded(keys);
+        let scores = index_scores(&query, &keys)?;
+        let stored = select_entries(scores, 0, compression, config.top_k)?;
+        let stored = rows(stored.indices().clone())?;
+        for (token, (exact, stored)) in exact.iter().zip(&stored).enumerate() {
+            let entries = compression.entries(token + 1);
+            if entries <= config.top_k {
+                continue;
             }
-            None => cells.push(RecallCell {
-                layer,
-                format: format.to_string(),
-                top_k: config.top_k,
-                from,
-                to: 2 * from,
-                tokens: 1,
-                recall: hits,
-            }),
+            // Twice as many entries from one cell to the next.
+            let key = (layer, number, 1 << entries.ilog2());
+            let none = Count { top_k: config.top_k, tokens: 0, hits: 0 };
+            let count = counts.entry(key).or_insert(none);
+            count.tokens += 1;
+            count.hits += exact.intersection(stored).count();
         }
     }
     Ok(())
+}
+
+impl KeyFormat {
+    /// Returns queries and keys as they are before keys are stored.
+    fn inputs(&self, index: &IndexTrace) -> Result<(IndexQuery, Tensor<4>)> {
+        let (query, keys) = (index.query.clone(), index.keys.clone());
+        if !self.hadamard {
+            return Ok((query, keys));
+        }
+        let transformed = hadamard(query.query.cast(DType::F32))?;
+        Ok((IndexQuery { query: transformed, ..query }, hadamard(keys)?))
+    }
 }
 
 /// Reads the selected entries of each token of one sequence.

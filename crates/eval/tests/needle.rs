@@ -47,7 +47,7 @@ fn a_model_that_copies_finds_recent_needles() {
     assert_eq!(places, [30, 90]);
 }
 
-/// The loss of a needle is that of the prompt written out by hand.
+/// The test writes the prompt itself and computes the loss of its last tokens.
 #[test]
 fn losses_are_those_of_the_prompt() {
     let (device, model, ids) = austen();

@@ -91,6 +91,20 @@ pub enum Trainable {
 }
 
 impl Trainable {
+    /// All of them, from the most weights on.
+    pub const ALL: [Self; 5] = [Self::All, Self::Layers, Self::Attention, Self::Qkv, Self::Indexer];
+
+    /// Returns the name, as in arguments.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::Layers => "layers",
+            Self::Attention => "attention",
+            Self::Qkv => "qkv",
+            Self::Indexer => "indexer",
+        }
+    }
+
     /// Returns whether a weight of this role is trained; `None` is a weight without a role.
     pub(crate) fn includes(self, role: Option<Role>) -> bool {
         match self {
@@ -105,13 +119,7 @@ impl Trainable {
 
 impl fmt::Display for Trainable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::All => "all",
-            Self::Layers => "layers",
-            Self::Attention => "attention",
-            Self::Qkv => "qkv",
-            Self::Indexer => "indexer",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -119,12 +127,9 @@ impl FromStr for Trainable {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::All, Self::Layers, Self::Attention, Self::Qkv, Self::Indexer]
-            .into_iter()
-            .find(|which| which.to_string() == text)
-            .ok_or_else(|| {
-                Error::setting("trainable", text, "must be all, layers, attention, qkv or indexer")
-            })
+        Self::ALL.into_iter().find(|which| which.name() == text).ok_or_else(|| {
+            Error::setting("trainable", text, "must be all, layers, attention, qkv or indexer")
+        })
     }
 }
 

@@ -30,6 +30,7 @@ mod error;
 mod fit;
 mod folder;
 mod history;
+mod index_losses;
 mod loss;
 mod metrics;
 mod optimize;

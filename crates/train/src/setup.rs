@@ -230,9 +230,7 @@ mod tests {
                 assert!(weights.len() > 10, "{name}");
                 for Weight { path, role, .. } in weights {
                     assert!(role.is_some(), "{name}: {path}");
-                    let all =
-                        [Trainable::All, Trainable::Layers, Trainable::Attention, Trainable::Qkv];
-                    for trainable in all {
+                    for trainable in Trainable::ALL {
                         let (got, expected) = (trainable.includes(role), by_name(trainable, &path));
                         assert_eq!(got, expected, "{name}: {path}, {trainable}");
                     }

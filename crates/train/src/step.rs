@@ -12,16 +12,14 @@ use burn::{
 use burn_optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn_train::{InferenceStep, TrainOutput, TrainStep};
 use kv_eval::layers::{LayerError, layer_errors_of};
-use kv_models::{
-    AttentionObserver, AttentionTrace, LanguageModel, Role,
-    kv_cubecl::{KvCacheConfig, sparse::SparseTrace},
-};
+use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 use rayon::prelude::*;
 
 use crate::{
-    Prepared, QatConfig, Result, StepRecord, TrainConfig, Trainable,
+    Prepared, QatConfig, Result, StepRecord, TrainConfig,
     data::Batch,
     history::{GroupShares, Recorder},
+    index_losses::IndexLosses,
     loss::{self, Head, Sums},
     metrics::Measured,
 };
@@ -76,39 +74,6 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
         weight: model.decoder().head_weight().valid(),
-    }
-}
-
-/// The losses of the indexers of one pass. They are added to the loss of the text, and change
-/// nothing but the indexers.
-struct IndexLosses {
-    /// True if the model has an indexer that is trained.
-    needed: bool,
-    losses: Vec<kv_models::kv_cubecl::Result<Option<Tensor<1>>>>,
-}
-
-impl IndexLosses {
-    fn of(prepared: &Prepared, trainable: Trainable) -> Self {
-        let mut layers = prepared.model.spec().layers.iter();
-        let has_indexer = layers.any(|layer| layer.sparse.is_some_and(|it| it.selection.is_some()));
-        let needed = has_indexer && trainable.includes(Some(Role::Indexer));
-        Self { needed, losses: vec![] }
-    }
-
-    /// Runs a pass, and keeps the losses of its indexers.
-    fn observe<R>(&mut self, pass: impl FnOnce(Option<&mut AttentionObserver<'_>>) -> R) -> R {
-        let losses = &mut self.losses;
-        let mut observe = |trace: AttentionTrace| {
-            losses.extend(trace.sparse().map(SparseTrace::index_loss));
-        };
-        pass(if self.needed { Some(&mut observe) } else { None })
-    }
-
-    /// Returns the sum over tokens and layers, `[1]`.
-    fn sum(self) -> Result<Option<Tensor<1>>> {
-        let losses = self.losses.into_iter().filter_map(core::result::Result::transpose);
-        let losses = losses.collect::<core::result::Result<Vec<_>, _>>();
-        Ok(losses.map_err(kv_models::Error::from)?.into_iter().reduce(|sum, loss| sum + loss))
     }
 }
 

@@ -177,12 +177,8 @@ impl<'a> SparseMemory<'a> {
         let (entries, selection) = config.seen(visible)?;
         check_attend(&config, &query, &rows, sink_logits.as_ref())?;
         let Self { place, observer } = self;
-        let trace = observer.map(|Observer { observe, index }| {
-            let (query, rows, entries) = (query.clone(), rows.clone(), entries.cloned());
-            let sink_logits = sink_logits.clone();
-            let traced =
-                |output| SparseTrace { config, query, rows, entries, index, sink_logits, output };
-            move |output| observe(traced(output))
+        let observed = observer.map(|observer| {
+            (observer, query.clone(), rows.clone(), entries.cloned(), sink_logits.clone())
         });
         let output = match place {
             Place::Parallel(_) => {
@@ -205,8 +201,9 @@ impl<'a> SparseMemory<'a> {
                 cache.attend(query, rows, entries, selection, sink_logits, &call)
             }
         };
-        if let Some(trace) = trace {
-            trace(output.clone());
+        if let Some((Observer { observe, index }, query, rows, entries, sink_logits)) = observed {
+            let output = output.clone();
+            observe(SparseTrace { config, query, rows, entries, index, sink_logits, output });
         }
         Ok(output)
     }

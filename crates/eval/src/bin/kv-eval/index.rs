@@ -11,14 +11,14 @@ use kv_models::ModelCacheConfig;
 use crate::{
     arguments::{TextArgs, TextIds, quantized_format},
     common::{ModelArgs, Weights},
-    json::{JsonArgs, write_json},
+    json::{JsonArgs, show},
     loading::MemoryRequest,
     source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  kv-eval index --model models/austen-sparse --text models/austen/heldout.txt
+  kv-eval index --model runs/sparse/model --text novel.txt
   kv-eval index -m DeepSeek-V4-Flash -f novel.txt --keys e2m1b --tokens 8192 --plot recall.svg")]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -62,8 +62,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let plot = args.plot.as_ref().map(|path| OutFile::open("plot", path)).transpose()?;
     let (screen, json) = args.json.open()?;
     let window = args.window.unwrap_or(WINDOW);
-    let request = MemoryRequest::new([KvCacheConfig::float()], window);
-    let request = MemoryRequest { pass: Some(window), ..request };
+    let request = MemoryRequest::new([KvCacheConfig::float()], window).in_one_pass();
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
     let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(args.tokens))?;
@@ -83,7 +82,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let found = found?;
     // An output that cannot be written is reported after the others are written.
     let plotted = plot.map_or(Ok(()), |file| file.write(found.chart().svg()?.as_bytes()));
-    let json = json.map_or(Ok(()), |file| write_json(file, &found));
-    screen.print(&found)?;
-    plotted.and(json)
+    let shown = show(screen, json, &found);
+    plotted.and(shown)
 }

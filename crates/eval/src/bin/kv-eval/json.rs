@@ -1,6 +1,9 @@
 //! The argument `--json` and its file.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fmt::Display,
+    path::{Path, PathBuf},
+};
 
 use anyhow::Result;
 use kv_cli::{OutFile, Screen};
@@ -26,6 +29,18 @@ impl JsonArgs {
         let file = self.json.as_deref().map(|path| OutFile::open("json", path)).transpose()?;
         Ok((screen, file))
     }
+}
+
+/// Writes `value` as JSON if there is a file for it, and prints it. It is printed even if the file
+/// cannot be written.
+pub(crate) fn show(
+    screen: Screen,
+    json: Option<OutFile>,
+    value: &(impl Display + Serialize),
+) -> Result<()> {
+    let json = json.map_or(Ok(()), |file| write_json(file, value));
+    screen.print(value)?;
+    json
 }
 
 pub(crate) fn write_json(file: OutFile, value: &impl Serialize) -> Result<()> {

@@ -43,6 +43,11 @@ impl MemoryRequest {
         Self { caches, capacity, exact: false, batch: 1, pass: None, generates: false }
     }
 
+    /// Processes as many tokens as the capacity in one forward pass.
+    pub(crate) fn in_one_pass(self) -> Self {
+        Self { pass: Some(self.capacity), ..self }
+    }
+
     fn usages(
         &self,
         spec: &ModelSpec,

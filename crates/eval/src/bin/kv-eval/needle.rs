@@ -1,7 +1,7 @@
 //! `kv-eval needle`: hides passages in a long text, and asks for them.
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, token_bar};
+use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, window_bar};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{NeedlePlan, needles};
 use kv_models::ModelCacheConfig;
@@ -9,7 +9,7 @@ use kv_models::ModelCacheConfig;
 use crate::{
     arguments::{NamedCache, TextArgs, TextIds, configs, policies},
     common::{ModelArgs, Weights, note_policies},
-    json::{JsonArgs, write_json},
+    json::{JsonArgs, show},
     loading::MemoryRequest,
     source::{self, Source},
 };
@@ -58,17 +58,15 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let plan = NeedlePlan { context, needle, cue, chunks };
     let float = ModelCacheConfig::from(KvCacheConfig::float());
     let caches: Vec<_> = [float].into_iter().chain(configs(&args.caches)).collect();
-    let request = MemoryRequest::new(caches.iter().cloned(), context);
-    let request = MemoryRequest { pass: Some(context), ..request };
+    let request = MemoryRequest::new(caches.iter().cloned(), context).in_one_pass();
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
     note_policies(&caches, model.spec());
     let TextIds { ids, .. } = args.text.read(&tokenizer, Some(plan.text()))?;
-    let bar = token_bar(caches.len().saturating_mul(chunks));
+    let bar = window_bar();
+    bar.set_length(caches.len().saturating_mul(chunks) as u64);
     let found = needles(&device, &model, &ids, &caches, plan, |_| bar.inc(1));
     bar.finish_and_clear();
     let found = found?;
-    let json = json.map_or(Ok(()), |file| write_json(file, &found));
-    screen.print(&found)?;
-    json
+    show(screen, json, &found)
 }

@@ -16,7 +16,7 @@ use kv_models::{
     outline,
 };
 
-use crate::json::{JsonArgs, write_json};
+use crate::json::{JsonArgs, show};
 
 /// Default context, unless the model has fewer positions.
 const CONTEXT: usize = 4096;
@@ -135,9 +135,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
             }
         }
     }
-    let json = json.map_or(Ok(()), |file| write_json(file, &plan));
-    screen.print(&plan)?;
-    json
+    show(screen, json, &plan)
 }
 
 impl Args {

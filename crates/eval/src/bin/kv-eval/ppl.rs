@@ -80,8 +80,8 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
     let caches = configs(&args.caches).into_iter();
     // The float cache always runs and is the largest.
-    let request = MemoryRequest::new(caches.chain([KvCacheConfig::float().into()]), window);
-    let request = MemoryRequest { pass: Some(window), ..request };
+    let caches = caches.chain([KvCacheConfig::float().into()]);
+    let request = MemoryRequest::new(caches, window).in_one_pass();
     let (Source { model, tokenizer, name, cache, notes }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
     profile.model(&model, &name);

@@ -137,10 +137,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let (screen, json) = args.json.open()?;
 
     let window = args.window.unwrap_or(WINDOW);
-    let request = MemoryRequest {
-        pass: Some(window),
-        ..MemoryRequest::new([KvCacheConfig::float()], window)
-    };
+    let request = MemoryRequest::new([KvCacheConfig::float()], window).in_one_pass();
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
     let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: too many; use fewer")?;

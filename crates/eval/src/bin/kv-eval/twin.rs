@@ -8,7 +8,7 @@ use kv_eval::twin;
 use crate::{
     arguments::{NamedCache, TextArgs, TextIds},
     common::{ModelArgs, Weights, note_policies},
-    json::{JsonArgs, write_json},
+    json::{JsonArgs, show},
     loading::MemoryRequest,
     source::{self, Source},
 };
@@ -65,7 +65,5 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let twin = twin(&device, &model, &ids, cache, args.stop, |_| bar.inc(1));
     bar.finish_and_clear();
     let twin = twin?;
-    let json = json.map_or(Ok(()), |file| write_json(file, &twin));
-    screen.print(&twin)?;
-    json
+    show(screen, json, &twin)
 }

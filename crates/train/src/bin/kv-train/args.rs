@@ -20,7 +20,7 @@ use crate::{
 
 /// Parses the weights that are trained by name, so that an error can suggest the nearest name.
 pub(crate) fn trainable() -> impl TypedValueParser<Value = Trainable> {
-    PossibleValuesParser::new(["all", "layers", "attention", "qkv", "indexer"])
+    PossibleValuesParser::new(Trainable::ALL.map(Trainable::name))
         .try_map(|name| name.parse::<Trainable>())
 }
 
