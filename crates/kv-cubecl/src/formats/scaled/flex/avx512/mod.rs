@@ -54,7 +54,12 @@ fn serves(place: &PackedLayout) -> bool {
     spec.packs_parameters()
         && spec.code_words().is_multiple_of(QUAD)
         && spec.groups(head_dim) <= MAX_GROUPS
-        && is_x86_feature_detected!("avx512f")
+        && available()
+}
+
+/// Returns whether this processor has the instructions.
+fn available() -> bool {
+    is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl")
