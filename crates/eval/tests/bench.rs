@@ -145,9 +145,10 @@ fn sparse_compares_selected_entries_with_all() {
     }
 }
 
-/// The peak of a step grows only by its scores and the numbers sorted by them: 12 bytes for each
-/// entry. Every 2048 keys are scored with scratch memory of their own, a few blocks that are freed
-/// again. One thread, because with several the number of blocks also depends on scheduling.
+/// The peak of a step grows only by its scores, 4 bytes for each entry. The number of blocks does
+/// not grow: `crates/kv-cubecl/tests/scratch.rs` counts them exactly. Here the queue by which calls
+/// enter the thread pool allocates one block in 63 calls. One thread, because with several the
+/// number also depends on scheduling.
 #[test]
 fn memory_of_sparse_steps_grows_by_their_scores_only() {
     let space = Workspace::new();
@@ -156,7 +157,7 @@ fn memory_of_sparse_steps_grows_by_their_scores_only() {
         let report = bench(&space, &[&SPARSE, &formats[..], &more].concat());
         let number = |i: usize, name: &str| report["points"][i][name].as_u64().unwrap();
         let grown = |name: &str| number(1, name) - number(0, name);
-        assert!(grown("allocations") <= 4 * grown("n_entries") / 2048, "{report}");
+        assert!(number(1, "allocations").abs_diff(number(0, "allocations")) <= 1, "{report}");
         let (peak, scores) = (grown("peak_bytes"), grown("score_bytes"));
         assert!(peak <= scores + scores / 10, "{report}");
     }

@@ -1,5 +1,5 @@
-//! What the CPU backend allocates while it attends, beside inputs and outputs, does not grow with
-//! the length of the context.
+//! What the CPU backend allocates while it attends, beside inputs, outputs and an indexer's scores,
+//! does not grow with the length of the context.
 #![cfg(feature = "flex")]
 #![allow(clippy::unwrap_used, reason = "a failing test may panic")]
 
@@ -10,7 +10,12 @@ use std::{
 
 use burn::tensor::{Device, Distribution, Tensor};
 use kv_cubecl::{
-    CacheShape, Flex, FrameCache, FrameConfig, Frames, KvCache, KvCacheConfig, Target,
+    CacheFloat, CacheShape, Error, Flex, FrameCache, FrameConfig, Frames, KvCache, KvCacheConfig,
+    KvFormat, On, RopeTable, Target,
+    sparse::{
+        Compression, EntryCompressor, Gated, IndexConfig, IndexQuery, KeyCompressor, RowFormat,
+        SparseCache, SparseConfig, SparseMemory, Visible,
+    },
     streaming_attention,
 };
 
@@ -98,9 +103,74 @@ fn frames(device: &Device, name: &str, frames: u64) -> Vec<(usize, usize)> {
     steps.collect()
 }
 
+/// Counts the allocations of a step of a sparse layer after `context` tokens, by its place in a
+/// window of 4 tokens: the fewest of several steps, because a thread that takes work from another
+/// one may allocate once more.
+fn sparse_steps(device: &On<Flex>, keys: RowFormat, context: usize) -> [usize; 4] {
+    /// Channels of an entry and of a key.
+    const WIDTH: usize = 32;
+    const STEPS: usize = 32;
+    let compression = Compression::overlapping(4);
+    let channels = compression.lanes() * WIDTH;
+    let config = SparseConfig::new(WIDTH, 8)
+        .with_capacity(context + STEPS)
+        .with_compression(compression)
+        .with_index(IndexConfig { head_dim: WIDTH, top_k: 64, keys });
+    let parts = SparseCache::new(&config, 1, device).unwrap().parts();
+    let part = |name: &str, _: bool| {
+        let part = parts.iter().find(|part| part.name == name).unwrap();
+        Ok::<_, Error>(part.tensor.clone())
+    };
+    let mut cache = SparseCache::from_parts(&config, vec![context], device, part).unwrap();
+    drop(parts);
+    let rope = || RopeTable::new(Tensor::zeros([context + STEPS, 2], &**device)).unwrap();
+    let (bias, gain) = (Tensor::zeros([4, channels], &**device), Tensor::ones([WIDTH], &**device));
+    let entry = EntryCompressor::new(compression, bias.clone(), gain.clone(), 1e-6, rope());
+    let key = KeyCompressor::new(compression, bias, gain, 1e-6, rope(), false);
+    let (entry, key) = (entry.unwrap(), key.unwrap());
+    let normal = |shape| Tensor::<3>::random(shape, Distribution::Default, &**device);
+    let gated = || Gated { content: normal([1, 1, channels]), gate: normal([1, 1, channels]) };
+    let (query, rows) = (random(device, HEADS, 1, WIDTH), random(device, 1, 1, WIDTH));
+    let index = IndexQuery { query: query.clone(), weights: normal([1, 1, HEADS]) };
+    let mut fewest = [usize::MAX; 4];
+    for step in 0..STEPS {
+        let (first, second, calls) = (gated(), gated(), CALLS.load(Relaxed));
+        let mut memory = SparseMemory::cached(&mut cache, &[1]).unwrap();
+        let entries = memory.compress(&entry, first).unwrap();
+        let selection = memory.select(&key, second, &index).unwrap();
+        let seen = Visible::Selected(&entries, &selection);
+        memory.attend(query.clone(), rows.clone(), seen, None).unwrap();
+        fewest[step % 4] = fewest[step % 4].min(CALLS.load(Relaxed) - calls);
+    }
+    fewest
+}
+
+/// Checks that steps after 16k, 128k and a million tokens allocate memory equally often.
+///
+/// Steps run on a thread of the pool: a call from another thread enters a queue, which allocates
+/// once in every 63 calls.
+fn sparse_steps_allocate_equally_often() {
+    let device = On::<Flex>::open().unwrap();
+    let float = CacheFloat::ALL.iter().map(|&float| RowFormat::float(float));
+    let codes = [KvFormat::Affine4, KvFormat::E4m3Blocks, KvFormat::E2m1Blocks];
+    let formats: Vec<_> = float.chain(codes.map(RowFormat::codes)).collect();
+    for threads in [1, 2] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        for &keys in &formats {
+            let contexts = [1 << 14, 1 << 17, 1 << 20];
+            let steps = |context| pool.install(|| sparse_steps(&device, keys, context));
+            let [short, longer, longest] = contexts.map(steps);
+            assert!(short.iter().all(|&calls| calls > 0), "{short:?}");
+            let what = format!("{keys:?}, {threads} threads");
+            assert_eq!([longer, longest], [short; 2], "{what}");
+        }
+    }
+}
+
 /// The only test of this program: another one would allocate at the same time.
 #[test]
 fn scratch_memory_is_bounded() {
+    sparse_steps_allocate_equally_often();
     let device = Flex::open().unwrap();
     // How much more a thread would allocate for a context longer by `more` tokens if it held all
     // scores of a block of rows: 64 tokens by the query heads, in f32.

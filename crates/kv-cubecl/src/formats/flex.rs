@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use crate::{
     layout::PackedLayout,
-    simd::{add_rows, score_rows},
+    simd::{HeadLanes, add_rows, score_rows},
 };
 
 /// Tokens that are restored together. Their rows have to stay in the L1 cache.
@@ -22,19 +22,9 @@ pub(crate) struct IndexHeads<'a> {
 }
 
 impl IndexHeads<'_> {
-    /// Computes the scores of rows: the sum over heads of the weight times the ReLU of the product.
-    /// `dots` is scratch memory.
-    pub(crate) fn score(&self, rows: &[f32], scores: &mut [f32], dots: &mut Vec<f32>) {
-        let (heads, n) = (self.weights.len(), scores.len());
-        dots.resize(heads * n, 0.0);
-        score_rows(self.query, rows, dots, n, self.query.len() / heads);
-        scores.fill(0.0);
-        for (dots, weight) in dots.chunks_exact(n).zip(self.weights) {
-            for (score, &dot) in scores.iter_mut().zip(dots) {
-                // NaN stays NaN.
-                *score += weight * if dot < 0.0 { 0.0 } else { dot };
-            }
-        }
+    /// Returns the heads as lanes, for rows of f32.
+    pub(crate) fn lanes(&self) -> HeadLanes {
+        HeadLanes::new(self.query, self.weights)
     }
 }
 
@@ -66,10 +56,9 @@ impl PackedRun<'_> {
 
     /// Computes [`CpuCodec::index_scores`] from restored keys.
     pub(crate) fn index_scores_restored(&self, heads: &IndexHeads<'_>, scores: &mut [f32]) {
-        let (head_dim, mut dots) = (self.place.head_dim, vec![]);
+        let (head_dim, heads) = (self.place.head_dim, heads.lanes());
         self.restored_tiles(|first, rows| {
-            let n = rows.len() / head_dim;
-            heads.score(rows, &mut scores[first..first + n], &mut dots);
+            heads.score(rows, &mut scores[first..][..rows.len() / head_dim]);
         });
     }
 

@@ -75,6 +75,11 @@ beyond which numbers saturate; frame caches only"
                     "8-bit E4M3 floats in blocks of 32 channels, scaled by the smallest power of \
 two at which no number saturates (DeepSeek)"
                 )
+                E4m3Blocks64(
+                    "e4m3b64", 8, Groups::Blocks(64),
+                    "8-bit E4M3 floats in blocks of 64 channels, scaled as `e4m3b` (DeepSeek-V4's \
+entries)"
+                )
                 ;
             }
             /// 4-bit floats with 2 bits of exponent and 1 of mantissa, scaled by the smallest power

@@ -114,7 +114,9 @@ fn definition(format: KvFormat) -> Option<(Numbers, Scales)> {
         KvFormat::Int8 | KvFormat::Int8Groups => Some((Numbers::Int8, Scales::Half)),
         KvFormat::E4m3 => Some((Numbers::E4M3, Scales::Half)),
         KvFormat::E5m2 => Some((Numbers::E5M2, Scales::Half)),
-        KvFormat::E4m3Blocks => Some((Numbers::E4M3, Scales::Ceiling(f64::from(1e-4f32)))),
+        KvFormat::E4m3Blocks | KvFormat::E4m3Blocks64 => {
+            Some((Numbers::E4M3, Scales::Ceiling(f64::from(1e-4f32))))
+        }
         KvFormat::E2m1Blocks => Some((Numbers::E2M1, Scales::Ceiling(6.0 * 2f64.powi(-126)))),
         KvFormat::Mxfp4 => Some((Numbers::E2M1, Scales::Floor)),
         _ => None,
@@ -147,6 +149,7 @@ pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) 
         | KvFormat::E4m3
         | KvFormat::E5m2 => Some(head_dim),
         KvFormat::E4m3Blocks | KvFormat::E2m1Blocks | KvFormat::Mxfp4 => Some(32),
+        KvFormat::E4m3Blocks64 => Some(64),
     }
 }
 

@@ -9,6 +9,7 @@
 //! a function call.
 
 mod hadamard;
+mod index;
 mod rows;
 
 use core::f32::consts::LN_2;
@@ -16,6 +17,7 @@ use core::f32::consts::LN_2;
 use macerator::{Scalar, Simd, Vector};
 
 pub(crate) use hadamard::hadamard;
+pub(crate) use index::HeadLanes;
 pub(crate) use rows::{add_rows, score_rows};
 
 /// The most 32-bit lanes that a vector has: 16 with AVX-512.

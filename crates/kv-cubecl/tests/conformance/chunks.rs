@@ -223,6 +223,7 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
         ("kint8v16-s2", [1, 1], 120, 96, 10),
         ("ke4m3ve5m2-s2-after", [3, 1], 301, 64, 9),
         ("ke4m3bve2m1b", [2, 1], 150, 96, 9),
+        ("ke4m3b64ve4m3b64", [2, 1], 150, 192, 9),
         ("kmxfp4vmxfp4-r5", [6, 2], 201, 128, 11),
         ("float-s4", [3, 1], 301, 64, 9),
         ("float", [2, 1], 70, 30, 9),

@@ -10,7 +10,7 @@ use kv_cubecl::{
     streaming_attention, streaming_attention_with,
 };
 
-use crate::common::{CLOSE, Host, Rng, Setup, close, equal_bits, skipped, stamp_autodiff};
+use crate::common::{CLOSE, Host, Rng, Setup, close, equal_bits, skipped, slopes, stamp_autodiff};
 
 stamp_autodiff!(
     fake_quantize_is_the_identity,
@@ -137,15 +137,7 @@ fn float_attention_by_finite_differences<T: Target>(on: &On<T>) {
         };
         let got = gradients(on, &text, &weight);
         for (which, got) in got.iter().enumerate() {
-            let step = 1e-4;
-            let slope = |index: usize| {
-                let mut moved = inputs.clone();
-                moved[which][index] += step;
-                let above = loss(&moved);
-                moved[which][index] -= 2.0 * step;
-                (above - loss(&moved)) / (2.0 * step)
-            };
-            let expected: Vec<f64> = (0..inputs[which].len()).map(slope).collect();
+            let expected = slopes(&inputs, which, 1e-4, loss);
             let name = ["query", "key", "value"][which];
             close(format!("{text:?}: {name}"), got, &expected, CLOSE);
         }
@@ -263,14 +255,7 @@ fn sinks_by_finite_differences<T: Target>(on: &On<T>) {
     let got = [q, k, v].map(|x| Host::of(x.grad(&grads).unwrap()));
     let sinks = Host::of(sinks.grad(&grads).unwrap().reshape([1, 1, 1, 2]));
     for (which, got) in got.iter().chain([&sinks]).enumerate() {
-        let slope = |index: usize| {
-            let mut moved = inputs.clone();
-            moved[which][index] += 1e-4;
-            let above = loss(&moved);
-            moved[which][index] -= 2e-4;
-            (above - loss(&moved)) / 2e-4
-        };
-        let expected: Vec<f64> = (0..inputs[which].len()).map(slope).collect();
+        let expected = slopes(&inputs, which, 1e-4, loss);
         close(format!("{text:?}: input {which}"), got, &expected, CLOSE);
     }
 }

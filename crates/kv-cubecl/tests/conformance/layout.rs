@@ -125,6 +125,7 @@ fn bytes_of_formats() {
         ("kint8vint8", 64, 66),
         ("ke4m3ve5m2", 128, 130),
         ("ke4m3bve4m3b", 128, 132),
+        ("ke4m3b64ve4m3b64", 128, 130),
         ("kmxfp4ve2m1b", 64, 34),
     ] {
         let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(4096);

@@ -36,14 +36,18 @@ mod running;
 mod slots;
 mod small;
 mod sparse;
+mod sparse_bugs;
 mod sparse_cache;
+mod sparse_errors;
 #[cfg(feature = "autodiff")]
 mod sparse_gradients;
 #[cfg(feature = "autodiff")]
 mod sparse_index_loss;
+mod sparse_inputs;
 mod sparse_memory;
 mod sparse_recall;
 mod sparse_select;
+mod sparse_ties;
 mod step;
 #[cfg(feature = "autodiff")]
 mod training;

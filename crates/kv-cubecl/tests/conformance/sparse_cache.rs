@@ -28,7 +28,7 @@ const TOLERANCE: f64 = 2e-5;
 
 /// A layer, and all that it computes of a sequence before attention.
 #[derive(Clone)]
-struct Layer {
+pub(crate) struct Layer {
     config: SparseConfig,
     entry: Option<EntryCompressor>,
     key: Option<KeyCompressor>,
@@ -103,7 +103,7 @@ fn tensor<const D: usize>(
 
 impl Layer {
     /// Random inputs for `tokens` tokens of `batch` sequences.
-    fn new<T: Target>(
+    pub(crate) fn new<T: Target>(
         on: &On<T>,
         config: SparseConfig,
         batch: usize,
@@ -177,7 +177,7 @@ impl Layer {
         memory.attend(inputs.query, inputs.rows, visible, Some(self.sinks.clone())).unwrap()
     }
 
-    fn parallel(&self) -> Tensor<4> {
+    pub(crate) fn parallel(&self) -> Tensor<4> {
         self.pass(SparseMemory::parallel(self.config), self.inputs.clone())
     }
 
@@ -189,17 +189,17 @@ impl Layer {
         self.pass(SparseMemory::cached(cache, &added).unwrap(), inputs)
     }
 
-    fn stream(&self, cache: &mut SparseCache, sizes: &[usize]) -> Tensor<4> {
+    pub(crate) fn stream(&self, cache: &mut SparseCache, sizes: &[usize]) -> Tensor<4> {
         Tensor::cat(sizes.iter().map(|&n| self.step(cache, n)).collect(), 2)
     }
 
-    fn cache<T: Target>(&self, on: &On<T>) -> SparseCache {
+    pub(crate) fn cache<T: Target>(&self, on: &On<T>) -> SparseCache {
         SparseCache::new(&self.config, self.inputs.query.dims()[0], on).unwrap()
     }
 }
 
 /// Layers of all kinds, with windows that are shorter and longer than what is compressed.
-fn configs(tokens: usize) -> Vec<SparseConfig> {
+pub(crate) fn configs(tokens: usize) -> Vec<SparseConfig> {
     let index =
         |top_k| IndexConfig { head_dim: 16, top_k, keys: RowFormat::float(CacheFloat::F32) };
     let window = |window| SparseConfig::new(32, window).with_capacity(tokens);
@@ -218,7 +218,7 @@ fn configs(tokens: usize) -> Vec<SparseConfig> {
     ]
 }
 
-fn same(what: impl core::fmt::Display, got: Tensor<4>, want: &Tensor<4>) {
+pub(crate) fn same(what: impl core::fmt::Display, got: Tensor<4>, want: &Tensor<4>) {
     close(what, &Host::of(got), &Host::of(want.clone()).f64(), TOLERANCE);
 }
 
@@ -422,6 +422,8 @@ fn formats_round_as_the_closed_form<T: Target>(on: &On<T>) {
         RowFormat::codes(KvFormat::Affine2),
         RowFormat::codes(KvFormat::E4m3Blocks),
         RowFormat::codes(KvFormat::E4m3Blocks).with_float_channels(32, CacheFloat::Bf16),
+        RowFormat::codes(KvFormat::E4m3Blocks64),
+        RowFormat::codes(KvFormat::E4m3Blocks64).with_float_channels(64, CacheFloat::Bf16),
         RowFormat::codes(KvFormat::Affine4).with_float_channels(32, CacheFloat::F32),
         RowFormat::codes(KvFormat::E2m1Blocks),
         RowFormat::codes(KvFormat::Int8),
@@ -434,8 +436,8 @@ fn formats_round_as_the_closed_form<T: Target>(on: &On<T>) {
         }
         let mut keys = format;
         keys.float_channels = 0;
-        let index = IndexConfig { head_dim: 32, top_k: 8, keys };
-        let plain = SparseConfig::new(64, 6)
+        let index = IndexConfig { head_dim: 64, top_k: 8, keys };
+        let plain = SparseConfig::new(128, 6)
             .with_capacity(80)
             .with_compression(Compression::overlapping(4));
         let config = plain.with_formats(float, format).with_index(index);

@@ -4,8 +4,8 @@ use burn::tensor::Tensor;
 use kv_cubecl::{On, Target, sparse::Compression};
 
 use crate::{
-    common::{CLOSE, Host, Rng, close, stamp_autodiff},
-    sparse::{Attended, Index, Projections, scores},
+    common::{CLOSE, Host, Rng, close, slopes, stamp_autodiff},
+    sparse_inputs::{Attended, Index, Projections, scores},
 };
 
 stamp_autodiff!(compressed_entries, scores_of_entries, attention_to_entries);
@@ -30,15 +30,7 @@ pub(crate) fn check<T: Target, const N: usize>(
         definition(inputs).iter().zip(weight.f64()).map(|(output, weight)| output * weight).sum()
     };
     for (which, leaf) in leaves.iter().enumerate() {
-        let step = 1e-5;
-        let slope = |index: usize| {
-            let mut moved = inputs.clone();
-            moved[which][index] += step;
-            let above = loss(&moved);
-            moved[which][index] -= 2.0 * step;
-            (above - loss(&moved)) / (2.0 * step)
-        };
-        let expected: Vec<f64> = (0..inputs[which].len()).map(slope).collect();
+        let expected = slopes(&inputs, which, 1e-5, loss);
         let name = format!("{what}: {}", names[which]);
         let got = leaf.grad(&grads).unwrap_or_else(|| panic!("{name} has no gradient"));
         close(name, &Host::of(got), &expected, CLOSE);

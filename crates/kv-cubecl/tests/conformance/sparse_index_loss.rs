@@ -12,8 +12,8 @@ use kv_cubecl::{
 
 use crate::{
     common::{Host, Rng, stamp_autodiff},
-    sparse::{Attended, Index, Projections, gated, visible, without_heads},
     sparse_gradients::check,
+    sparse_inputs::{Attended, Index, Projections, gated, visible, without_heads},
 };
 
 stamp_autodiff!(losses_follow_the_definition, losses_are_for_whole_sequences);

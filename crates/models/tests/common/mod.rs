@@ -1,6 +1,7 @@
 //! Helpers for the tests.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub(crate) mod deepseek;
 mod ggml;
 mod gguf;
 pub(crate) mod saved;

@@ -28,8 +28,11 @@ use crate::{
     },
 };
 
-/// Keys that a thread scores at a time.
-const SCORED: usize = 2048;
+/// The fewest keys of a part. Each part has its own scratch memory.
+const SCORED: usize = 64;
+
+/// Parts of the keys for each thread, so that a slow one does not delay the others for long.
+const PARTS: usize = 4;
 
 impl SparseOps for Flex {
     fn put_rows(
@@ -137,23 +140,24 @@ impl SparseOps for Flex {
         let weights = floats(weights);
         let (query, weights) = (query.storage::<f32>(), weights.storage::<f32>());
         let keys = contiguous_rows(keys);
-        let parts: Vec<_> = (0..batch * tokens)
-            .flat_map(|row| (0..n).step_by(SCORED).map(move |first| (row, first)))
-            .collect();
-        let mut scores = vec![0.0; batch * tokens * n];
-        let mut outputs = Vec::with_capacity(parts.len());
-        for row in scores.chunks_mut(n.max(1)) {
-            outputs.extend(row.chunks_mut(SCORED));
+        // Their number is that of threads, whatever the number of keys.
+        let rows = batch * tokens;
+        let parts = (PARTS * rayon::current_num_threads()).div_ceil(rows.max(1));
+        let part = n.div_ceil(parts).next_multiple_of(SCORED);
+        let mut scores = vec![0.0; rows * n];
+        let mut outputs = Vec::with_capacity(rows * parts);
+        for (row, scores) in scores.chunks_mut(n.max(1)).enumerate() {
+            let parts = scores.chunks_mut(part.max(1)).enumerate();
+            outputs.extend(parts.map(|(i, out)| (row, i * part, out)));
         }
-        let each = |((row, first), out): ((usize, usize), &mut [f32])| {
+        outputs.into_par_iter().for_each(|(row, first, out)| {
             let keys = SequenceRows::new(&keys, &layout, row / tokens);
             let heads = IndexHeads {
                 query: &query[row * heads * width..][..heads * width],
                 weights: &weights[row * heads..][..heads],
             };
             score_part(&keys, &heads, first, out);
-        };
-        parts.into_par_iter().zip(outputs).for_each(each);
+        });
         tensor(scores, [batch, tokens, n])
     }
 
@@ -272,10 +276,10 @@ fn score_part(keys: &SequenceRows<'_>, heads: &IndexHeads<'_>, first: usize, sco
         let run = PackedRun { words: keys.words, place, tokens, skipped: 0 };
         return place.spec.format.on_cpu().index_scores(&run, heads, scores);
     }
-    let (mut tile, mut dots) = (vec![0.0; TILE * keys.layout.width], vec![]);
+    let (mut tile, heads) = (vec![0.0; TILE * keys.layout.width], heads.lanes());
     for (i, scores) in scores.chunks_mut(TILE).enumerate() {
         let slot = first + i * TILE;
-        heads.score(keys.tile(slot..slot + scores.len(), &mut tile), scores, &mut dots);
+        heads.score(keys.tile(slot..slot + scores.len(), &mut tile), scores);
     }
 }
 

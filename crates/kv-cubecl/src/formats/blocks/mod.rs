@@ -1,5 +1,5 @@
-//! 4-bit and 8-bit floats in blocks of 32 channels. The scale of a block is a power of two, stored
-//! in a byte as its exponent plus 127 (E8M0).
+//! 4-bit and 8-bit floats in blocks of channels. The scale of a block is a power of two, stored in
+//! a byte as its exponent plus 127 (E8M0).
 //!
 //! DeepSeek's blocks hold E4M3 or E2M1 floats. Their scale is the smallest at which no number
 //! saturates, `2^ceil(log2(amax / largest))`, with amax at least 1e-4 for E4M3 and 6 x 2^-126 for

@@ -56,3 +56,25 @@ pub(crate) fn snapshot(cache: &KvCache) -> [Vec<u8>; 4] {
     let len = parts.lens.iter().flat_map(|len| len.to_le_bytes()).collect();
     [bits(parts.keys), bits(parts.values), bits(parts.floats), len]
 }
+
+/// Returns the central differences of `loss` by each number of the input `which`.
+#[cfg(feature = "autodiff")]
+pub(crate) fn slopes<const N: usize>(
+    inputs: &[Vec<f64>; N],
+    which: usize,
+    step: f64,
+    loss: impl Fn(&[Vec<f64>; N]) -> f64,
+) -> Vec<f64> {
+    let mut moved = inputs.clone();
+    let slope = |index: usize| {
+        let x = inputs[which][index];
+        let mut at = |x| {
+            moved[which][index] = x;
+            loss(&moved)
+        };
+        let slope = (at(x + step) - at(x - step)) / (2.0 * step);
+        moved[which][index] = x;
+        slope
+    };
+    (0..inputs[which].len()).map(slope).collect()
+}

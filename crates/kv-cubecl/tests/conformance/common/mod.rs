@@ -8,6 +8,8 @@ use std::io::Write;
 
 use kv_cubecl::{Error, On, Target};
 
+#[cfg(feature = "autodiff")]
+pub(crate) use check::slopes;
 pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
 pub(crate) use data::{Host, Rng};
 pub(crate) use setup::{Setup, attend, check_properties, chunk_sizes, sample, setups, windows};

@@ -21,7 +21,8 @@ use crate::formats::{
 /// Heads whose sums are in registers together.
 const HEADS: usize = 8;
 
-/// Keys that are served here have groups of this many channels.
+/// Channels whose products are summed before the scale. Groups of the keys that are served are
+/// multiples.
 const GROUP: usize = 32;
 
 /// The most channels of a key.
@@ -32,7 +33,7 @@ const WIDEST: usize = 256;
 fn serves(keys: &PackedRun<'_>, format: Codec) -> bool {
     let place = &keys.place;
     super::serves(place)
-        && place.spec.group_size == GROUP
+        && place.spec.group_size.is_multiple_of(GROUP)
         && place.head_dim <= WIDEST
         && place.tokens >= LANES
         && match format {
@@ -222,7 +223,7 @@ fn score_bytes<F: Scaled, const DIGITS: usize>(
     let mut steps = [_mm512_setzero_ps(); WIDEST / GROUP];
     for_each_run(keys, scores, |rows, slot| {
         for group in 0..groups {
-            steps[group] = scales::<F>(rows, slot, group);
+            steps[group] = scales::<F>(rows, slot, group * GROUP / keys.place.spec.group_size);
             // SAFETY: a group has four words, and the run is in the slice.
             let quad = unsafe { transposed(rows, slot, group * CODE_WORDS) };
             for i in 0..QUAD {
@@ -291,7 +292,7 @@ fn score_bf16<F: Scaled, const DIGITS: usize>(
     let mut steps = [_mm512_setzero_ps(); WIDEST / GROUP];
     for_each_run(keys, scores, |rows, slot| {
         for group in 0..groups {
-            steps[group] = scales::<F>(rows, slot, group);
+            steps[group] = scales::<F>(rows, slot, group * GROUP / keys.place.spec.group_size);
             for quad in (0..CODE_WORDS).step_by(QUAD) {
                 // SAFETY: a group is whole quads of words, and the run is in the slice.
                 let words = unsafe { transposed(rows, slot, group * CODE_WORDS + quad) };

@@ -135,6 +135,7 @@ fn sums_over_codes_equal_sums_over_restored_rows() {
     check::<E4m3>(KvFormat::E4m3);
     check::<E5m2>(KvFormat::E5m2);
     check::<E4m3Blocks>(KvFormat::E4m3Blocks);
+    check::<E4m3Blocks>(KvFormat::E4m3Blocks64);
     check::<E2m1Blocks>(KvFormat::E2m1Blocks);
     check::<Mxfp4>(KvFormat::Mxfp4);
 }
@@ -188,8 +189,13 @@ fn large_numbers_use_restored_rows() {
 #[test]
 fn index_scores_match_f64() {
     let noise = &mut Noise(5);
-    for format in [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks] {
+    let formats =
+        [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks, KvFormat::E4m3Blocks64];
+    for format in formats {
         for (head_dim, heads, tokens) in [(32, 1, 16), (64, 5, 50), (128, 64, 77), (256, 9, 19)] {
+            if format.validate(Side::Keys, head_dim, 32).is_err() {
+                continue;
+            }
             for rounds in [false, true] {
                 let place = place(format, tokens, head_dim);
                 let words = packed(noise, format, tokens, head_dim);
