@@ -10,7 +10,7 @@ use super::{
     RowLayout, Selection, SparseConfig, SparseOps, Stride, compressor::Compressor, span::span,
     store::RowStore,
 };
-use crate::{CacheFloat, Error, Result, functions::hadamard};
+use crate::{CacheFloat, Error, Result};
 
 /// The streaming state of a layer of sparse attention: recent tokens, compressed entries, the keys
 /// of its indexer, and the projections of tokens whose window is not complete. All memory is
@@ -414,11 +414,9 @@ impl Compressing {
         };
         let pooled =
             <Dispatch as SparseOps>::pool_windows(inputs, span.clone().into_dispatch(), plan);
-        let mut pooled: Tensor<3> = Tensor::from_dispatch(pooled);
-        if compressor.hadamard {
-            pooled = hadamard(pooled.unsqueeze_dim::<4>(1))?.squeeze_dim(1);
-        }
-        self.rows.put(pooled, span, stride);
+        let pooled: Tensor<3> = Tensor::from_dispatch(pooled);
+        let rows = compressor.encode(pooled.unsqueeze_dim::<4>(1))?;
+        self.rows.put(rows.squeeze_dim(1), span, stride);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Int, Tensor, activation};
 
-use super::{Compression, rope_pairs};
+use super::{Compression, RowFormat, rope_pairs};
 use crate::{Error, Result, RopeTable, error::invalid, functions::hadamard};
 
 /// The part of compression after its projections: a softmax over the tokens of a window, for each
@@ -22,6 +22,8 @@ pub(crate) struct Compressor {
     pub(crate) rope: RopeTable,
     /// True if entries are multiplied by the Hadamard matrix after rope.
     pub(crate) hadamard: bool,
+    /// The format that entries are rounded to, before a cache stores them in its own.
+    pub(crate) rounding: Option<RowFormat>,
 }
 
 /// The gated projections of tokens.
@@ -57,7 +59,20 @@ impl Compressor {
             return Err(Error::Shape { op, tensor: "rope", shape, rule });
         }
         let (position_bias, gain) = (position_bias.cast(DType::F32), gain.cast(DType::F32));
-        Ok(Self { compression, position_bias, gain, epsilon, rope, hadamard: false })
+        Ok(Self {
+            compression,
+            position_bias,
+            gain,
+            epsilon,
+            rope,
+            hadamard: false,
+            rounding: None,
+        })
+    }
+
+    fn with_rounding(self, field: &'static str, format: RowFormat) -> Result<Self> {
+        format.validate(field, self.width())?;
+        Ok(Self { rounding: Some(format), ..self })
     }
 
     /// Returns the number of channels of an entry.
@@ -122,7 +137,16 @@ impl Compressor {
         Tensor::cat(vec![previous, own], 2)
     }
 
-    /// Applies norm, rope and Hadamard transform to pooled windows from the first on.
+    /// Applies Hadamard transform and rounding to entries, `[batch, 1, entries, width]`.
+    pub(super) fn encode(&self, entries: Tensor<4>) -> Result<Tensor<4>> {
+        let entries = if self.hadamard { hadamard(entries)? } else { entries };
+        Ok(match &self.rounding {
+            Some(format) => format.rounded(entries),
+            None => entries,
+        })
+    }
+
+    /// Applies norm, rope, Hadamard transform and rounding to pooled windows from the first on.
     fn finish(&self, pooled: Tensor<4>) -> Result<Tensor<4>> {
         let [_, _, n, _] = pooled.dims();
         let rms = (pooled.clone().square().mean_dim(3) + self.epsilon).sqrt();
@@ -135,8 +159,7 @@ impl Compressor {
             Tensor::<1, Int>::arange_step(0..(n * ratio) as i64, ratio, &table.device());
         let rows: Tensor<2> = table.select(0, positions);
         let part = |first| rows.clone().narrow(1, first, half).unsqueeze();
-        let entries = rope_pairs(normed, part(0), part(half));
-        if self.hadamard { hadamard(entries) } else { Ok(entries) }
+        self.encode(rope_pairs(normed, part(0), part(half)))
     }
 }
 
@@ -162,6 +185,15 @@ impl EntryCompressor {
     ) -> Result<Self> {
         let op = "EntryCompressor";
         Ok(Self(Compressor::new(op, compression, position_bias, gain, epsilon, rope)?))
+    }
+
+    /// Rounds entries to `format`, as models do that were trained with it. Gradients pass straight
+    /// through. A cache then stores the rounded entries in its own format.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a format that does not fit the width of an entry.
+    pub fn with_rounding(self, format: RowFormat) -> Result<Self> {
+        Ok(Self(self.0.with_rounding("entries", format)?))
     }
 
     /// Computes the entries of a whole sequence, `[batch, 1, entries, head_dim]` in f32, with
@@ -203,6 +235,15 @@ impl KeyCompressor {
         }
         let compressor = Compressor::new(op, compression, position_bias, gain, epsilon, rope)?;
         Ok(Self(Compressor { hadamard, ..compressor }))
+    }
+
+    /// Rounds keys to `format` after the Hadamard transform, as
+    /// [`EntryCompressor::with_rounding`] does.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a format that does not fit the width of a key.
+    pub fn with_rounding(self, format: RowFormat) -> Result<Self> {
+        Ok(Self(self.0.with_rounding("index keys", format)?))
     }
 
     /// Computes the keys of a whole sequence, `[batch, 1, entries, index_head_dim]` in f32, with
