@@ -117,6 +117,7 @@ impl DecoderLayer for Layer {
         embedding: "embed_in.weight",
         head: "embed_out.weight",
         // Older exports contain masks and rope frequencies.
+        aliases: &[],
         harmless: |name| {
             [".attention.bias", ".masked_bias", ".inv_freq"].iter().any(|end| name.ends_with(end))
         },

@@ -96,6 +96,7 @@ const NAMES: Names = Names {
     layers: "layers.",
     embedding: "embedding.weight",
     head: "head.weight",
+    aliases: &[],
     harmless: |_| false,
 };
 

@@ -18,7 +18,7 @@ use common::{assert_contains, copy, device, expected, failure, golden_in, max_di
 use kv_models::{
     AttentionTrace, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer,
     WeightDtype,
-    deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, sinkhorn},
+    deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, Mode, sinkhorn},
     kv_cubecl::{
         KvCacheConfig,
         sparse::{Compressed, Entries, SparseOptions, sparse_attention},
@@ -404,6 +404,7 @@ fn small() -> Config {
         rope_scaling: RopeScaling::Default,
         compressed_rope_theta: 100_000.0,
         compressed_rope_scaling: RopeScaling::Default,
+        mode: Mode::Transformers,
     }
 }
 

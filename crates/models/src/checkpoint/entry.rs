@@ -6,7 +6,10 @@ use burn::tensor::{Bytes, DType};
 use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::WeightFormat;
 
-use super::mapped::{Mapped, Stored};
+use super::{
+    byte_float::ByteFloat,
+    mapped::{Mapped, Stored},
+};
 use crate::error::{Error, Result};
 
 /// A tensor of a checkpoint that has not been taken yet.
@@ -18,6 +21,8 @@ pub(super) struct Entry {
     /// The bytes of the tensor in a mapped file.
     pub(super) stored: Option<Stored>,
     pub(super) blocks: Option<Blocks>,
+    /// The type of the numbers, if they are floats of one byte.
+    pub(super) byte_float: Option<ByteFloat>,
     /// Rows per head, if rows of the two halves of a head alternate.
     pub(super) interleaved: Option<usize>,
 }
@@ -25,7 +30,7 @@ pub(super) struct Entry {
 impl Entry {
     pub(super) fn new(tensor: PackTensor, path: PathBuf, blocks: Option<Blocks>) -> Self {
         let name = tensor.name.clone();
-        Self { tensor, name, path, stored: None, blocks, interleaved: None }
+        Self { tensor, name, path, stored: None, blocks, byte_float: None, interleaved: None }
     }
 
     /// Returns the number of bytes in the file.
@@ -101,6 +106,8 @@ pub(crate) enum BlockSource {
     /// A range of a GGUF file.
     Mapped(Mapped),
     Joined(Arc<dyn Join>),
+    /// Tensors that are restored when they are taken; the number of their bytes.
+    Apart(usize),
 }
 
 impl Blocks {
@@ -108,7 +115,7 @@ impl Blocks {
     pub(super) fn mapped(&self) -> Option<&Mapped> {
         match &self.source {
             BlockSource::Mapped(mapped) => Some(mapped),
-            BlockSource::Joined(_) => None,
+            BlockSource::Joined(_) | BlockSource::Apart(_) => None,
         }
     }
 
@@ -116,6 +123,7 @@ impl Blocks {
         match &self.source {
             BlockSource::Mapped(mapped) => mapped.range.len(),
             BlockSource::Joined(joined) => joined.n_bytes(),
+            BlockSource::Apart(bytes) => *bytes,
         }
     }
 }

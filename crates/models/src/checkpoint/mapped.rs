@@ -22,7 +22,7 @@ impl Mapped {
     }
 
     /// Returns the bytes without copying them; they keep the file mapped.
-    pub(super) fn shared(&self) -> Bytes {
+    pub(crate) fn shared(&self) -> Bytes {
         struct File(Arc<Mmap>);
         impl AsRef<[u8]> for File {
             fn as_ref(&self) -> &[u8] {

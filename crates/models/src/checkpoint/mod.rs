@@ -1,6 +1,7 @@
 //! The tensors of a checkpoint under their Hugging Face names. Importers take them from
 //! [`Weights`]; exporters add them to [`Exports`].
 
+mod byte_float;
 mod conv1d;
 mod dtype;
 mod entry;
@@ -12,9 +13,11 @@ mod observer;
 mod outline;
 mod packed;
 pub(crate) mod quantized;
+mod scaled;
 mod sizes;
 mod weights;
 
+pub(crate) use byte_float::ByteFloat;
 pub(crate) use entry::{BlockSource, Blocks};
 pub(crate) use experts::ExpertRows;
 pub(crate) use mapped::{Mapped, Stored};

@@ -13,8 +13,9 @@
 //!
 //! Without `NAME_zero_point`, all zeros are 8 or 128.
 //!
-//! MXFP4 follows gpt-oss. `NAME_blocks` is U8 `[rows, columns / 32, 16]` with two codes to a byte,
-//! the first in its lower half. `NAME_scales` is U8 `[rows, columns / 32]` with exponents.
+//! MXFP4 follows gpt-oss; `scaled.rs` reads DeepSeek's. `NAME_blocks` is U8 `[rows, columns / 32,
+//! 16]` with two codes to a byte, the first in its lower half. `NAME_scales` is U8 `[rows, columns
+//! / 32]` with exponents.
 
 use std::sync::Arc;
 
@@ -38,6 +39,8 @@ pub(crate) const INTEGERS: &str = "compressed-tensors";
 pub(crate) const INTEGER_FORMAT: &str = "pack-quantized";
 /// The `quant_method` of MXFP4.
 pub(crate) const MXFP4: &str = "mxfp4";
+/// The `quant_method` of 8-bit floats in blocks.
+pub(crate) const FP8: &str = "fp8";
 /// Suffixes of the tensors of a quantized matrix.
 pub(crate) const PACKED: &str = "_packed";
 pub(crate) const SCALE: &str = "_scale";
@@ -50,10 +53,10 @@ const WEIGHT: &str = ".weight";
 /// The tensors of a quantized matrix.
 #[derive(Debug)]
 pub(crate) struct Quantized {
-    layout: PackedLayout,
-    codes: Entry,
-    scales: Entry,
-    zeros: Option<Entry>,
+    pub(super) layout: PackedLayout,
+    pub(super) codes: Entry,
+    pub(super) scales: Entry,
+    pub(super) zeros: Option<Entry>,
 }
 
 impl Weights {
@@ -72,7 +75,7 @@ impl Weights {
                 None
             };
             if let Some((matrix, quantized)) = joined {
-                self.add(matrix, quantized.into_entry())?;
+                self.add(matrix, quantized.into_entry(DType::F32))?;
             }
         }
         Ok(())
@@ -117,7 +120,7 @@ impl Weights {
         scales.check_type(&[DType::F16, DType::BF16, DType::F32])?;
         if let Some(zeros) = &zeros {
             zeros.check_type(&[DType::I32])?;
-            zeros.check_shape(&[(rows * bits).div_ceil(32), groups])?;
+            zeros.check_shape(&[(rows * bits).div_ceil(32), groups], "scales")?;
         }
         let format = if bits == 4 { WeightFormat::Int4(group) } else { WeightFormat::Int8(group) };
         let layout = PackedLayout::new(format, [rows, columns])?;
@@ -129,7 +132,7 @@ impl Weights {
         let [rows, blocks] = scales.shape()?;
         codes.check_type(&[DType::U8])?;
         scales.check_type(&[DType::U8])?;
-        codes.check_shape(&[rows, blocks, BLOCK / 2])?;
+        codes.check_shape(&[rows, blocks, BLOCK / 2], "scales")?;
         let layout = PackedLayout::new(WeightFormat::Mxfp4, [rows, blocks * BLOCK])
             .map_err(|error| codes.flawed(error.to_string()))?;
         Ok(Quantized { layout, codes, scales, zeros: None })
@@ -142,19 +145,20 @@ fn matrix_of<'a>(name: &'a str, suffix: &str) -> Option<&'a str> {
 }
 
 impl Entry {
-    fn shape(&self) -> Result<[usize; 2]> {
+    pub(super) fn shape(&self) -> Result<[usize; 2]> {
         let shape = self.tensor.shape.to_vec();
         <[usize; 2]>::try_from(&shape[..])
             .map_err(|_| self.flawed(format!("has shape {shape:?}, which is not a matrix")))
     }
 
-    fn check_shape(&self, expected: &[usize]) -> Result<()> {
+    /// Checks the shape; `other` is what it follows from.
+    pub(super) fn check_shape(&self, expected: &[usize], other: &str) -> Result<()> {
         let shape = self.tensor.shape.to_vec();
         match shape == expected {
             true => Ok(()),
             false => {
                 Err(self
-                    .flawed(format!("has shape {shape:?}, but its scales require {expected:?}")))
+                    .flawed(format!("has shape {shape:?}, but its {other} require {expected:?}")))
             }
         }
     }
@@ -186,8 +190,8 @@ impl Entry {
 }
 
 impl Quantized {
-    /// Returns an entry that has the blocks, and restores them when it is taken.
-    fn into_entry(self) -> Entry {
+    /// Returns an entry that has the blocks, and restores them to `dtype` when it is taken.
+    pub(super) fn into_entry(self, dtype: DType) -> Entry {
         let layout = self.layout;
         let (rows, columns) = (layout.rows(), layout.columns());
         let (name, path) = (self.codes.name.clone(), self.codes.path.clone());
@@ -201,9 +205,10 @@ impl Quantized {
         let restore = move || {
             let blocks =
                 quantized.blocks().map_err(|e| PackError::ValidationError(e.to_string()))?;
-            Ok(TensorData::new(layout.format().restore(&blocks), [rows, columns]))
+            let restored = layout.format().restore(&blocks);
+            Ok(TensorData::new(restored, [rows, columns]).convert_dtype(dtype))
         };
-        let tensor = bridge::deferred(name, DType::F32, shape, None, restore);
+        let tensor = bridge::deferred(name, dtype, shape, None, restore);
         Entry::new(tensor, path, Some(blocks))
     }
 

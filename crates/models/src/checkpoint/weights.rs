@@ -14,6 +14,7 @@ use burn_store::burn_pack::Tensor as PackTensor;
 use kv_weights::{Activations, WeightFormat};
 
 use super::{
+    byte_float::ByteFloat,
     entry::{Blocks, Entry, split_pairs},
     kept::Kept,
     mapped::Stored,
@@ -46,6 +47,8 @@ pub struct Weights {
     pub(super) names: Option<&'static Names>,
     /// `true` if the names in the file have the family's prefix, for messages.
     prefixed: bool,
+    /// `true` if names in the file are [`Names::aliases`], for messages.
+    aliased: bool,
     pub(super) notes: Vec<String>,
     /// The precision of activations with packed weights; `None` if all weights are restored.
     pub(super) packed: Option<Activations>,
@@ -88,6 +91,7 @@ impl Weights {
             gguf,
             names: None,
             prefixed: false,
+            aliased: false,
             notes: vec![],
             packed: None,
             kept: Kept::default(),
@@ -122,6 +126,13 @@ impl Weights {
         file: &Path,
     ) -> Result<()> {
         self.add(name, Entry::new(tensor, file.into(), blocks))
+    }
+
+    /// Sets the type of the numbers of the tensor `name`, which Burn lacks.
+    pub(crate) fn holds(&mut self, name: &str, float: ByteFloat) {
+        if let Some(entry) = self.tensors.get_mut(name) {
+            entry.byte_float = Some(float);
+        }
     }
 
     /// Sets the location of the tensor `name` in a mapped file.
@@ -180,8 +191,10 @@ impl Weights {
         self.names = Some(names);
         self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
         for (name, entry) in std::mem::take(&mut self.tensors) {
-            let stripped = name.strip_prefix(prefix).map(str::to_string);
-            self.add(stripped.unwrap_or(name), entry)?;
+            let stripped = name.strip_prefix(prefix).unwrap_or(&name);
+            let own = replaced(stripped, names.aliases.iter().copied());
+            self.aliased |= own.is_some();
+            self.add(own.unwrap_or_else(|| stripped.into()), entry)?;
         }
         let first_layer = format!("{layers}0.");
         let known = |name: &String| name == embedding || name.starts_with(&first_layer);
@@ -264,7 +277,12 @@ impl Weights {
 
     /// Returns the name in the file for a name that importers use.
     fn spell(&self, name: &str) -> String {
-        self.gguf.map_or_else(|| name.into(), |names| names.to_gguf(name))
+        if let Some(names) = self.gguf {
+            return names.to_gguf(name);
+        }
+        let aliases = self.names.filter(|_| self.aliased).map_or(&[][..], |names| names.aliases);
+        let aliases = aliases.iter().map(|(file, own)| (*own, *file));
+        replaced(name, aliases).unwrap_or_else(|| name.into())
     }
 
     pub(super) fn missing(&self, name: &str) -> Error {
@@ -412,4 +430,9 @@ impl Weights {
         self.watcher.read(entry.in_file());
         Ok(())
     }
+}
+
+/// Replaces the end of a name by the first pair that has it; `None` if no pair has it.
+fn replaced<'a>(name: &str, mut pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Option<String> {
+    pairs.find_map(|(from, to)| name.strip_suffix(from).map(|start| format!("{start}{to}")))
 }

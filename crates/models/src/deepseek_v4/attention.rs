@@ -4,7 +4,7 @@ use burn::{
     module::{Module, Param},
     tensor::{DType, Tensor},
 };
-use kv_cubecl::sparse::Visible;
+use kv_cubecl::sparse::{RowFormat, Visible};
 
 use super::{Config, EntryCompressor, Indexer};
 use crate::{
@@ -39,6 +39,9 @@ pub struct Attention {
     pub output: Linear,
     /// Groups of heads.
     pub groups: usize,
+    /// The format that the rows of tokens are rounded to; `None` for no rounding.
+    #[module(skip)]
+    pub rounding: Option<RowFormat>,
 }
 
 const QUERY_NORM: &str = "attn.q_norm";
@@ -75,6 +78,7 @@ impl Attention {
             group_output: source.linear(GROUP_OUTPUT, [rank, heads / groups], false)?,
             output: source.residual(OUTPUT, [width, rank], false)?,
             groups,
+            rounding: config.mode.rows(config.rotary_dim),
         })
     }
 
@@ -117,6 +121,10 @@ impl Attention {
         let low = self.query_norm.forward(down.clone().narrow(2, 0, rank));
         let row = self.row_norm.forward(down.narrow(2, rank, head_dim));
         let row = rope.apply_pairs(row.reshape([batch, 1, seq, head_dim]));
+        let row = match &self.rounding {
+            Some(format) => format.rounded(row.cast(DType::F32)),
+            None => row,
+        };
         let query = self.query.forward(low.clone());
         let query = query.reshape([batch, seq, spec.n_heads, head_dim]).swap_dims(1, 2);
         let query = unit_rms(query.cast(DType::F32), self.query_norm.epsilon);

@@ -5,8 +5,8 @@ use burn::{
     tensor::{DType, Tensor},
 };
 use kv_cubecl::{
-    RopeTable,
-    sparse::{self, Compression, Gated, IndexQuery, Selection, SparseMemory},
+    RopeTable, hadamard,
+    sparse::{self, Compression, Gated, IndexQuery, RowFormat, Selection, SparseMemory},
 };
 
 use super::Config;
@@ -89,6 +89,9 @@ fn norm(name: &str) -> String {
 pub struct EntryCompressor {
     /// The parameters, for entries of head_dim channels.
     pub parts: Projections,
+    /// The format that entries are rounded to; `None` for no rounding.
+    #[module(skip)]
+    pub rounding: Option<RowFormat>,
 }
 
 impl EntryCompressor {
@@ -98,7 +101,8 @@ impl EntryCompressor {
         source: &mut LayerSource<'_>,
     ) -> Result<Self> {
         let (name, width) = (ENTRIES, config.head_dim);
-        Ok(Self { parts: Projections::build(config, name, width, compression, source)? })
+        let rounding = config.mode.rows(config.rotary_dim);
+        Ok(Self { parts: Projections::build(config, name, width, compression, source)?, rounding })
     }
 
     pub(super) fn visit(&self, visitor: &mut LayerVisitor<'_>) {
@@ -116,13 +120,16 @@ impl EntryCompressor {
         memory: &mut SparseMemory<'_>,
     ) -> Result<sparse::Entries> {
         let Projections { compression, position_bias, norm, .. } = &self.parts;
-        let compressor = sparse::EntryCompressor::new(
+        let mut compressor = sparse::EntryCompressor::new(
             *compression,
             position_bias.val(),
             norm.gamma.val(),
             norm.epsilon,
             rope.clone(),
         )?;
+        if let Some(format) = self.rounding {
+            compressor = compressor.with_rounding(format)?;
+        }
         Ok(memory.compress(&compressor, self.parts.gated(x))?)
     }
 }
@@ -134,6 +141,10 @@ const ENTRIES: &str = "attn.compressor";
 pub struct KeyCompressor {
     /// The parameters, for keys of index_head_dim channels.
     pub parts: Projections,
+    /// The format that keys and queries are rounded to after a Hadamard transform; `None` for
+    /// neither transform nor rounding.
+    #[module(skip)]
+    pub rounding: Option<RowFormat>,
 }
 
 impl KeyCompressor {
@@ -143,20 +154,25 @@ impl KeyCompressor {
         source: &mut LayerSource<'_>,
     ) -> Result<Self> {
         let (name, width) = (KEYS, config.index_head_dim);
-        Ok(Self { parts: Projections::build(config, name, width, compression, source)? })
+        let rounding = config.mode.index();
+        Ok(Self { parts: Projections::build(config, name, width, compression, source)?, rounding })
     }
 
     /// Returns the compressor of the cache, for this rope.
     fn with_rope(&self, rope: &RopeTable) -> Result<sparse::KeyCompressor> {
         let Projections { compression, position_bias, norm, .. } = &self.parts;
-        Ok(sparse::KeyCompressor::new(
+        let compressor = sparse::KeyCompressor::new(
             *compression,
             position_bias.val(),
             norm.gamma.val(),
             norm.epsilon,
             rope.clone(),
-            false,
-        )?)
+            self.rounding.is_some(),
+        )?;
+        Ok(match self.rounding {
+            Some(format) => compressor.with_rounding(format)?,
+            None => compressor,
+        })
     }
 }
 
@@ -216,6 +232,10 @@ impl Indexer {
         let width = self.query.weight.dims()[0] / heads;
         let query = self.query.forward(query).reshape([batch, seq, heads, width]);
         let query = rope.apply_pairs(query.swap_dims(1, 2)); // [batch, heads, seq, width]
+        let query = match &self.compressor.rounding {
+            Some(format) => format.rounded(hadamard(query.cast(DType::F32))?),
+            None => query,
+        };
         let scale = 1.0 / ((width * heads) as f64).sqrt();
         let weights = self.weights.forward(x.clone()).cast(DType::F32) * scale;
         let query = IndexQuery { query, weights };

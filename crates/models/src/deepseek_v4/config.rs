@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use kv_cubecl::sparse::Compression;
 
+use super::Mode;
 use crate::{
     fields,
     nn::RopeScaling,
@@ -102,6 +103,8 @@ pub struct Config {
     pub compressed_rope_theta: f64,
     /// Scaling of these frequencies.
     pub compressed_rope_scaling: RopeScaling,
+    /// The rounding of attention's inputs.
+    pub mode: Mode,
 }
 
 impl Config {

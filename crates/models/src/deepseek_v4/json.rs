@@ -5,8 +5,12 @@ use std::{collections::BTreeSet, path::Path};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::config::{Config, HASHED, LayerKind, ROUTED};
+use super::{
+    Mode,
+    config::{Config, HASHED, LayerKind, ROUTED},
+};
 use crate::{
+    checkpoint::quantized::FP8,
     error::{Error, Result},
     family::ConfigJson,
     fields::{layers, positive, required, sizes},
@@ -64,6 +68,7 @@ fn read(json: &ConfigJson<'_>) -> Result<Config> {
         rope_scaling,
         compressed_rope_theta,
         compressed_rope_scaling,
+        mode: raw.mode(path)?,
     })
 }
 
@@ -110,6 +115,13 @@ struct Raw {
     compress_rope_theta: Option<f64>,
     rope_parameters: Option<Ropes>,
     rope_scaling: Option<Ropes>,
+    inference_mode: Option<String>,
+    quantization_config: Option<Quantization>,
+}
+
+#[derive(Deserialize)]
+struct Quantization {
+    quant_method: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -163,6 +175,20 @@ impl Raw {
             }
         }
         Ok(())
+    }
+
+    /// Returns the mode, which is a field of our own. Folders with weights in 8-bit floats are
+    /// DeepSeek's, whose code rounds; transformers writes the others.
+    fn mode(&self, path: &Path) -> Result<Mode> {
+        let method = self.quantization_config.as_ref().and_then(|q| q.quant_method.as_deref());
+        let Some(name) = &self.inference_mode else {
+            return Ok(if method == Some(FP8) { Mode::Official } else { Mode::Transformers });
+        };
+        let found = Mode::ALL.into_iter().find(|mode| mode.name() == name);
+        found.ok_or_else(|| {
+            let names = Mode::ALL.map(Mode::name).join(" or ");
+            Error::config(path, "inference_mode", name, format!("must be {names}"))
+        })
     }
 
     /// Returns the attention of `n` layers. Older files have a ratio for each layer, and may have
@@ -260,11 +286,45 @@ fn check_length(path: &Path, field: &str, length: usize, n_layers: usize) -> Res
     Err(Error::config(path, format!("length of {field}"), length, rule))
 }
 
+impl Config {
+    /// Checks that blocks fill the channels that a mode rounds.
+    fn check_mode(&self, path: &Path) -> Result<()> {
+        if self.mode == Mode::Transformers {
+            return Ok(());
+        }
+        let (rounded, width) = (self.head_dim - self.rotary_dim, self.index_head_dim);
+        if !rounded.is_multiple_of(64) {
+            let rule = format!(
+                "must exceed qk_rope_head_dim {} by a multiple of 64 for inference_mode official; \
+                 set inference_mode to transformers",
+                self.rotary_dim
+            );
+            return Err(Error::config(path, "head_dim", self.head_dim, rule));
+        }
+        if self.layers.contains(&LayerKind::Selected) && !matches!(width, 32 | 64 | 128 | 256) {
+            let rule = "must be 32, 64, 128 or 256 for inference_mode official; set \
+                        inference_mode to transformers";
+            return Err(Error::config(path, "index_head_dim", width, rule));
+        }
+        Ok(())
+    }
+}
+
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] = &["deepseek_v4"];
+    const QUANTIZATIONS: &'static [&'static str] = &[FP8];
 
-    fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
-        read(json)
+    fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
+        let config = read(json)?;
+        if config.mode == Mode::Official {
+            notes.push(format!(
+                "{}: inference_mode official: attention rounds rows to fp8 and indexers round \
+                 queries and keys to fp4, as DeepSeek's code does; set inference_mode to \
+                 transformers for neither",
+                json.path.display()
+            ));
+        }
+        Ok(config)
     }
 
     fn check(&self, path: &Path) -> Result<()> {
@@ -305,6 +365,7 @@ impl DecoderConfig for Config {
         ] {
             positive(path, field, value)?;
         }
+        self.check_mode(path)?;
         rope_config::check(path, &self.rope_scaling, self.rotary_dim)?;
         rope_config::check(path, &self.compressed_rope_scaling, self.rotary_dim)
     }
@@ -347,6 +408,7 @@ impl DecoderConfig for Config {
         let more = json!({
             "architectures": ["DeepseekV4ForCausalLM"],
             "model_type": "deepseek_v4",
+            "inference_mode": self.mode.name(),
             "layer_types": layer_types,
             "mlp_layer_types": mlp_layer_types,
             "compress_rates": Map::from_iter(self.rates().map(|(kind, n)| (kind.into(), json!(n)))),

@@ -7,6 +7,7 @@ mod config;
 mod experts;
 mod hyper;
 mod json;
+mod mode;
 mod model;
 mod names;
 
@@ -15,4 +16,5 @@ pub use compressor::{EntryCompressor, Indexer, KeyCompressor, Projections};
 pub use config::{Config, LayerKind};
 pub use experts::{Expert, Experts};
 pub use hyper::{HyperConnection, JoinedNorm, StreamWeights, sinkhorn};
+pub use mode::Mode;
 pub use model::{DeepseekV4, Layer};

@@ -65,7 +65,7 @@ pub(crate) fn open(path: &Path) -> Result<Vec<GgufFile>> {
 
 impl GgufFile {
     fn open(path: &Path) -> Result<Self> {
-        let map = map(path)?;
+        let map = map(path, "GGUF")?;
         let header = Header::read(&map, path)?;
         Ok(Self { path: path.into(), map, header })
     }
@@ -83,8 +83,8 @@ impl GgufFile {
     }
 }
 
-/// Maps a file that is not empty.
-pub(crate) fn map(path: &Path) -> Result<Arc<Mmap>> {
+/// Maps a file of this format that is not empty.
+pub(crate) fn map(path: &Path, format: &'static str) -> Result<Arc<Mmap>> {
     let io = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => Error::NotFound { path: path.into(), hint: String::new() },
         _ => Error::Io { path: path.into(), source },
@@ -92,7 +92,7 @@ pub(crate) fn map(path: &Path) -> Result<Arc<Mmap>> {
     let file = File::open(path).map_err(io)?;
     if file.metadata().map_err(io)?.len() == 0 {
         let why = "the file is empty".into();
-        return Err(Error::Malformed { path: path.into(), format: "GGUF", why });
+        return Err(Error::Malformed { path: path.into(), format, why });
     }
     // SAFETY: the map is read-only. As with every memory-mapped reader, another process that
     // truncates or rewrites the file meanwhile breaks the contract that `load` documents.

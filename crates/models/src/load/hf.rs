@@ -7,23 +7,21 @@ use std::{
 };
 
 use burn::tensor::{DType, Device};
-use burn_store::{ModuleStore, PytorchStore, SafetensorsStore};
-use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
+use burn_store::{ModuleStore, PytorchStore};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{Format, LoadOptions, Loaded, file_stem};
+use super::{Format, LoadOptions, Loaded, file_stem, quantization, safetensors};
 use crate::{
     cache_config::{KV_CACHE_FILE, ModelCacheConfig},
     checkpoint::{
-        Mapped, Outline, Stored, Watcher, Weights,
-        quantized::{INTEGER_FORMAT, INTEGERS, MXFP4},
+        Outline, Watcher, Weights,
+        quantized::{FP8, INTEGER_FORMAT, INTEGERS, MXFP4},
     },
     dtype::WeightDtype,
     error::{Error, Result},
     family::{ConfigJson, Family},
     files::{Part, read_to_string},
-    gguf::{NumberType, map},
     model::LanguageModel,
     registry,
     tokenizer::Tokenizer,
@@ -90,6 +88,7 @@ fn build(
     weights.watcher = watcher;
     weights.cache.clone_from(&cache);
     weights.join_quantized()?;
+    weights.join_scaled(header.block(&config_path)?)?;
     options.apply(&mut weights)?;
     let config = ConfigJson { text: &config, path: &config_path };
     let model = family.import(&config, &mut weights)?;
@@ -219,6 +218,16 @@ impl Header {
         Some(config.get("quant_method").and_then(Value::as_str).unwrap_or("another method"))
     }
 
+    /// Returns the shape of the blocks of 8-bit floats, if weights are quantized to them.
+    fn block(&self, path: &Path) -> Result<Option<[usize; 2]>> {
+        match &self.quantization_config {
+            Some(config) if self.method() == Some(FP8) => {
+                quantization::block(config, path).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Returns the type of the checkpoint's floats.
     fn stored(&self, path: &Path) -> Result<DType> {
         match self.dtype.as_deref().or(self.torch_dtype.as_deref()) {
@@ -254,7 +263,8 @@ impl Header {
             };
             let why = format!(
                 "{} has one{method}; supported are weights in f32, f16 and bf16, {MXFP4}, \
-                 {INTEGERS} with format {INTEGER_FORMAT}, and blocks of GGUF files",
+                 {INTEGERS} with format {INTEGER_FORMAT}, blocks of GGUF files, and {FP8} for \
+                 DeepSeek-V4",
                 path.display()
             );
             return Err(Error::unsupported(field, why));
@@ -366,47 +376,15 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
 
 /// Lists the tensors of one file; their data stays on disk.
 fn open(format: Format, file: &Path, weights: &mut Weights) -> Result<()> {
-    let malformed = |format, why: String| Error::Malformed { path: file.into(), format, why };
-    let tensors = match format {
-        Format::Pytorch => PytorchStore::from_file(file)
-            // Keep the layer numbers of the file: the importers report a gap as a missing tensor.
-            .map_indices_contiguous(false)
-            .get_all_tensors()
-            .map_err(|error| malformed("pytorch", error.to_string()))?
-            .clone(),
-        _ => SafetensorsStore::from_file(file)
-            .get_all_tensors()
-            .map_err(|error| malformed("safetensors", error.to_string()))?
-            .clone(),
-    };
-    for (name, tensor) in tensors {
-        weights.insert(name, tensor, None, file)?;
+    if format != Format::Pytorch {
+        return safetensors::open(file, weights);
     }
-    if format == Format::Safetensors {
-        for (name, stored) in locations(file)? {
-            weights.lies_at(&name, stored);
-        }
-    }
-    Ok(())
-}
-
-/// Returns the locations of floats in a valid safetensors file.
-fn locations(file: &Path) -> Result<Vec<(String, Stored)>> {
-    let map = map(file)?;
-    let Ok((header, metadata)) = SafeTensors::read_metadata(&map) else { return Ok(vec![]) };
-    /// Bytes of the header's length, which precede the header.
-    const LENGTH: usize = 8;
-    let data = LENGTH + header;
-    let locate = |(name, info): (String, &TensorInfo)| {
-        let dtype = match info.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::F16 => DType::F16,
-            Dtype::BF16 => DType::BF16,
-            _ => return None,
-        };
-        let (start, end) = info.data_offsets;
-        let mapped = Mapped { map: map.clone(), range: data + start..data + end };
-        Some((name, Stored { mapped, kind: NumberType::Float(dtype) }))
-    };
-    Ok(metadata.tensors().into_iter().filter_map(locate).collect())
+    let malformed = |why| Error::Malformed { path: file.into(), format: "pytorch", why };
+    let tensors = PytorchStore::from_file(file)
+        // Keep the layer numbers of the file: the importers report a gap as a missing tensor.
+        .map_indices_contiguous(false)
+        .get_all_tensors()
+        .map_err(|error| malformed(error.to_string()))?
+        .clone();
+    tensors.into_iter().try_for_each(|(name, tensor)| weights.insert(name, tensor, None, file))
 }

@@ -3,6 +3,8 @@
 mod gguf;
 mod hf;
 mod outline;
+mod quantization;
+mod safetensors;
 
 use std::{fs, io, path::Path};
 

@@ -2,8 +2,10 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub(crate) mod deepseek;
+pub(crate) mod deepseek_f64;
 mod ggml;
 mod gguf;
+pub(crate) mod minifloat;
 pub(crate) mod saved;
 
 use std::{

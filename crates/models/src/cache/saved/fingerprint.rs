@@ -1,5 +1,7 @@
 //! Checksums that identify a model.
 
+use std::path::Path;
+
 use burn::tensor::TensorData;
 
 use crate::{
@@ -8,11 +10,19 @@ use crate::{
     model::LanguageModel,
 };
 
-/// Computes a checksum of the names and shapes of all weights, of all vectors, and of some rows of
-/// every matrix. It distinguishes models that were trained differently, without reading all
-/// weights. The same weights in another type, or packed, have another checksum.
+/// Computes a checksum of the names and shapes of all weights, of all vectors, of some rows of
+/// every matrix, and of the mode of DeepSeek-V4. It distinguishes models that were trained
+/// differently, without reading all weights. The same weights in another type, or packed, have
+/// another checksum.
 pub(super) fn of_weights(model: &LanguageModel) -> Result<String> {
     let mut crc = crc32fast::Hasher::new();
+    // The same weights fill a cache with other numbers. Models without rounding have the checksum
+    // of earlier versions.
+    let fields = model.decoder().config_json(Path::new("config")).unwrap_or_default();
+    let mode = fields.get("inference_mode").filter(|mode| *mode != "transformers");
+    if let Some(mode) = mode {
+        crc.update(mode.to_string().as_bytes());
+    }
     for Export { name, values } in model.decoder().export().into_tensors() {
         crc.update(format!("{name} {:?}", values.shape()).as_bytes());
         let samples = values.samples().map_err(|why| {

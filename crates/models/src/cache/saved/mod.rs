@@ -18,7 +18,6 @@ mod header;
 mod write;
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -79,6 +78,8 @@ pub struct SavedCache {
     tokens: Vec<Vec<u32>>,
 }
 
+const FORMAT: &str = "saved cache";
+
 impl SavedCache {
     /// Opens a file and checks its contents.
     ///
@@ -87,10 +88,7 @@ impl SavedCache {
     /// since it was written.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        if fs::metadata(path).is_ok_and(|found| found.len() == 0) {
-            return Err(malformed(path, "the file is empty"));
-        }
-        let map = map(path)?;
+        let map = map(path, FORMAT)?;
         let (header, tokens) = read(path, &map)?;
         Ok(Self { path: path.into(), map, header, tokens })
     }
@@ -309,7 +307,7 @@ impl SavedCache {
 }
 
 fn malformed(path: &Path, why: impl ToString) -> Error {
-    Error::Malformed { path: path.into(), format: "saved cache", why: why.to_string() }
+    Error::Malformed { path: path.into(), format: FORMAT, why: why.to_string() }
 }
 
 /// Checks a file and reads everything except the tensors of layers.
