@@ -397,7 +397,11 @@ fn observers_receive_the_outputs_of_a_cache() {
 #[cfg(feature = "wgpu")]
 #[test]
 fn golden_logits_on_wgpu() {
-    use kv_models::kv_cubecl::{On, Wgpu};
+    use common::expected;
+    use kv_models::{
+        kv_cubecl::{On, Wgpu},
+        load,
+    };
 
     let device = On::<Wgpu>::open().unwrap();
     let rng = &mut Xoshiro256PlusPlus::seed_from_u64(3);

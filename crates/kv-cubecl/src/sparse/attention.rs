@@ -15,7 +15,7 @@ pub struct Compressed<'a> {
     pub entries: &'a Tensor<4>,
     /// The tokens that an entry stands for.
     pub compression: Compression,
-    /// The selected entries; `None` for all that a token sees.
+    /// The selected entries, which the token must see; `None` for all that it sees.
     pub selection: Option<&'a Selection>,
 }
 
@@ -43,7 +43,8 @@ pub struct SparseOptions {
 /// of 0.
 ///
 /// # Panics
-/// Panics for a selection of an entry that does not exist.
+/// Panics for a selection of an entry that does not exist, and may panic for one that the token
+/// does not see.
 pub fn sparse_attention(
     query: Tensor<4>,
     rows: &Tensor<4>,
@@ -85,9 +86,17 @@ impl<'a> Blocks<'a> {
         weights.narrow(3, 0, n).matmul(values)
     }
 
-    /// Returns the weights of all entries, summed over heads, `[batch, count, entries]`.
+    /// Returns the number of entries that the tokens before `end` see.
+    pub(super) fn seen(&self, end: usize) -> usize {
+        self.compressed.map_or(0, |Compressed { entries, compression, .. }| {
+            compression.entries(end).min(entries.dims()[2])
+        })
+    }
+
+    /// Returns the weights of the entries that the last of these tokens sees, summed over heads,
+    /// `[batch, count, entries]`.
     pub(super) fn entry_weights(&self, first: usize, count: usize) -> Tensor<3> {
-        let n = self.compressed.map_or(0, |compressed| compressed.entries.dims()[2]);
+        let n = self.seen(first + count);
         let (weights, values) = self.weights(first, count);
         let (batch, recent) = (weights.dims()[0], values.dims()[2] - n);
         weights.narrow(3, recent, n).sum_dim(1).reshape([batch, count, n])
@@ -105,9 +114,9 @@ impl<'a> Blocks<'a> {
         let hidden = outside(first..end, begin..end, options.sliding_window, &device);
         let mut scores = vec![scores.mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY)];
         let mut values = vec![seen];
-        if let Some(compressed) = compressed {
-            let n = compressed.entries.dims()[2];
-            let entries = compressed.entries.clone().cast(DType::F32);
+        let n = self.seen(end);
+        if let Some(compressed) = compressed.filter(|_| n > 0) {
+            let entries = compressed.entries.clone().narrow(2, 0, n).cast(DType::F32);
             let dots = query.matmul(entries.clone().swap_dims(2, 3));
             let hidden = match compressed.selection {
                 None => hidden_entries(first, count, n, compressed.compression, &device)

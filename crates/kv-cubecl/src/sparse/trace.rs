@@ -93,11 +93,15 @@ impl SparseTrace {
         let tokens = index.scores.dims()[1];
         let divergence = |first: usize| {
             let count = ROWS.min(tokens - first);
-            let target = blocks.entry_weights(first, count);
+            let seen = blocks.seen(first + count);
             let scores = index.scores.clone().narrow(1, first, count);
-            kl_of_block(target, scores, first, compression)
+            // Tokens that see no entry add nothing.
+            (seen > 0).then(|| {
+                let target = blocks.entry_weights(first, count);
+                kl_of_block(target, scores.narrow(2, 0, seen), first, compression)
+            })
         };
-        let sums = (0..tokens).step_by(ROWS).map(divergence).collect();
+        let sums = (0..tokens).step_by(ROWS).filter_map(divergence).collect();
         Ok(Some(Tensor::cat(sums, 0).sum()))
     }
 }
