@@ -1,6 +1,8 @@
 //! Unused arrays of a GGUF file take no memory, whatever their size.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "suite/common/mod.rs"]
+#[allow(dead_code, reason = "this program uses a part")]
 mod common;
 
 use std::{

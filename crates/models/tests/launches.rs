@@ -2,6 +2,8 @@
 #![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "suite/common/mod.rs"]
+#[allow(dead_code, reason = "this program uses a part")]
 mod common;
 
 use std::{

@@ -1,0 +1,31 @@
+//! Tests of this crate in one program, which links Burn once. A test has its own program only if
+//! it counts what the whole process does.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod austen;
+mod bench;
+mod bos;
+mod chat;
+mod cli;
+mod cli_errors;
+mod common;
+mod dtype;
+mod files_kept;
+mod generate;
+mod hub;
+mod huge;
+mod index;
+mod installed;
+mod narrow_caches;
+mod needle;
+mod plan;
+mod plan_program;
+mod policy;
+mod profile;
+mod prompts;
+mod real_model;
+mod report;
+mod saved;
+mod stride;
+mod twin;
+mod world_play;

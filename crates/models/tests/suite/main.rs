@@ -1,0 +1,32 @@
+//! Tests of this crate in one program, which links Burn once. A test has its own program only if
+//! it counts what the whole process does.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod bad_gguf;
+mod bad_input;
+mod batch;
+mod cache_config;
+mod chat;
+mod common;
+mod decoders;
+mod deepseek_v4;
+mod deepseek_v4_bugs;
+mod deepseek_v4_cache;
+mod deepseek_v4_official;
+mod deepseek_v4_published;
+mod footprint;
+mod formats;
+mod generate;
+mod golden_models;
+mod packed;
+mod parameter_paths;
+mod policy;
+mod policy_files;
+mod prompt_cache;
+mod quantize;
+mod save;
+mod saved_cache;
+mod saved_cache_files;
+mod sixteen_bits;
+mod tokenizer;
+mod tokenizer_bos;

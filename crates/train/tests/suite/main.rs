@@ -1,0 +1,18 @@
+//! Tests of this crate in one program, which links Burn once. A test has its own program only if
+//! it counts what the whole process does.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod alignment;
+mod backends;
+mod cli;
+mod common;
+mod data;
+mod failures;
+mod folders;
+mod hub;
+mod packed;
+mod resume;
+mod sparse;
+mod stop;
+mod training;
+mod world_training;
