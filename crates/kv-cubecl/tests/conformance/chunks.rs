@@ -7,8 +7,8 @@ use kv_cubecl::{
 };
 
 use crate::common::{
-    CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, setups, skipped,
-    snapshot, stamp,
+    CLOSE, Host, Rng, Setup, attend, check_properties, chunk_sizes, close, sampled, sampled_count,
+    setups, skipped, snapshot, stamp,
 };
 
 stamp!(
@@ -69,7 +69,7 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
 
 /// Random cuts leave the same codes, parameters, counts and window, and give the same outputs.
 fn any_chunks_leave_the_same_cache<T: Target>(on: &On<T>) {
-    check_properties(24, setups(), |text| {
+    check_properties(sampled_count::<T>(24), setups(), |text| {
         let expected = text.reference();
         let mut rng = Rng::new(text.seed);
         for largest in [3, 40, text.len()] {
@@ -86,13 +86,13 @@ fn any_chunks_leave_the_same_cache<T: Target>(on: &On<T>) {
 
 /// Cuts around every multiple of 16, where groups and windows end.
 fn every_cut_in_two<T: Target>(on: &On<T>) {
-    for name in [
+    for name in sampled::<T, _>([
         "k2v2-g16-r16-s1",
         "k3v16-g32-r32-s1",
         "k4v2-g16-r32-after",
         "k16v2-g16-r16",
         "k2v16-g16-r16-s3-after",
-    ] {
+    ]) {
         let text = Setup::new(name, [1, 2, 1, 70, 16], 20);
         let expected = text.reference().output;
         for cut in (1..70).filter(|cut| cut % 16 <= 4 || cut % 16 >= 14) {
@@ -131,7 +131,7 @@ fn appended_then_attended<T: Target>(on: &On<T>) {
 /// is quantized within the chunk. Cuts around the ends of groups, with `peek`, `attend_ragged` and
 /// `attend` after them.
 fn a_window_as_long_as_the_residual<T: Target>(on: &On<T>) {
-    for (seed, name) in [
+    for (seed, name) in sampled::<T, _>([
         "k4v4-g8-r16-w16-after",
         "k2v2-g16-r16-w16-after-gflush",
         "k4v4-g8-r16-s3-w16-after-gflush",
@@ -139,7 +139,7 @@ fn a_window_as_long_as_the_residual<T: Target>(on: &On<T>) {
         "k4v16-g8-r16-s1-w16-after",
         "k4v4-g8-r16-w17-after",
         "k4v4-g8-r16-w16",
-    ]
+    ])
     .into_iter()
     .enumerate()
     {
@@ -168,7 +168,7 @@ fn a_window_as_long_as_the_residual<T: Target>(on: &On<T>) {
 
 /// From any length, for any number of tokens, `peek` returns what `attend` then returns.
 fn peek_any_chunk<T: Target>(on: &On<T>) {
-    check_properties(16, setups(), |text| {
+    check_properties(sampled_count::<T>(16), setups(), |text| {
         let mut rng = Rng::new(text.seed);
         let start = rng.below(text.len());
         let end = start + 1 + rng.below(text.len() - start);
@@ -203,7 +203,7 @@ fn check_last_chunk<T: Target>(on: &On<T>, text: &Setup, chunk: usize) {
 /// Enough query rows for several blocks of them, the last one incomplete; a history shorter than a
 /// tile, of some tiles and a part of one, and long enough for several splits.
 fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
-    for (name, heads, history, head_dim, chunk) in [
+    for (name, heads, history, head_dim, chunk) in sampled::<T, _>([
         ("k2v2-g16-r16", [3, 1], 24, 64, 13),
         ("k3v3-g32-r32-s4", [3, 1], 333, 64, 13),
         ("k2v2-g16-r16-s5", [3, 1], 333, 64, 13),
@@ -227,7 +227,7 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
         ("kmxfp4vmxfp4-r5", [6, 2], 201, 128, 11),
         ("float-s4", [3, 1], 301, 64, 9),
         ("float", [2, 1], 70, 30, 9),
-    ] {
+    ]) {
         let [n_heads, n_kv_heads] = heads;
         let sizes = [1, n_heads, n_kv_heads, history + chunk, head_dim];
         check_last_chunk(on, &Setup::new(name, sizes, history as u64), chunk);

@@ -10,7 +10,8 @@ use kv_cubecl::{
 use safetensors::SafeTensors;
 
 use crate::common::{
-    CLOSE, Host, Rng, Setup, attend, chunk_sizes, close, equal_bits, skipped, snapshot, stamp,
+    CLOSE, Host, Rng, Setup, attend, chunk_sizes, close, equal_bits, sampled, skipped, snapshot,
+    stamp,
 };
 
 stamp!(quantizer_files, stream_files, stream_files_in_parallel, stream_files_in_chunks);
@@ -131,7 +132,7 @@ fn quantizer_files<T: Target>(on: &On<T>) {
 
 /// The streams of caches whose float type the device has.
 fn streams<T: Target>(on: &On<T>) -> Vec<File> {
-    let mut files = files("stream_");
+    let mut files = sampled::<T, _>(files("stream_"));
     files.retain(|file| {
         let float = file.text().config.float;
         let has = on.supports_dtype(float.dtype());

@@ -6,7 +6,7 @@ use kv_cubecl::{
     Granularity, KvFormat, On, Target, fake_quantize, quantize, reference, streaming_attention,
 };
 
-use crate::common::{Host, Rng, Setup, attend, equal_bits, skipped, stamp};
+use crate::common::{Host, Rng, Setup, attend, equal_bits, sampled, skipped, stamp};
 
 stamp!(
     attention_of_poisoned_texts,
@@ -92,7 +92,7 @@ fn attention_of_poisoned_texts<T: Target>(on: &On<T>) {
     }
     let names = NAMES.map(|name| (name, 64));
     // 18 is no multiple of 4, so kernels read its channels one by one.
-    for (name, head_dim) in names.into_iter().chain([("k2v16-g16-r16", 18)]) {
+    for (name, head_dim) in sampled::<T, _>(names.into_iter().chain([("k2v16-g16-r16", 18)])) {
         if name.ends_with("f16") && !on.supports_dtype(burn::tensor::DType::F16) {
             skipped("the device has no f16");
             continue;
@@ -208,7 +208,7 @@ mod gradients {
 
     use super::{NAMES, POISON, alike, poisoned, refused_earlier};
     use crate::{
-        common::{Host, Setup, skipped, stamp_autodiff},
+        common::{Host, Setup, sampled, skipped, stamp_autodiff},
         gradients::{expected_gradients, gradients_with, weight},
     };
 
@@ -218,7 +218,8 @@ mod gradients {
         if refused_earlier() {
             return;
         }
-        for (name, head_dim) in NAMES.map(|name| (name, 64)).into_iter().chain([("float", 18)]) {
+        let names = NAMES.map(|name| (name, 64)).into_iter().chain([("float", 18)]);
+        for (name, head_dim) in sampled::<T, _>(names) {
             if name.ends_with("f16") && !on.supports_dtype(burn::tensor::DType::F16) {
                 skipped("the device has no f16");
                 continue;

@@ -7,7 +7,7 @@ use kv_cubecl::{
     streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
 };
 
-use crate::common::{CLOSE, Host, Setup, close, equal_bits, skipped, snapshot, stamp};
+use crate::common::{CLOSE, Host, Setup, close, equal_bits, sampled, skipped, snapshot, stamp};
 
 stamp!(
     log_sum_exps_are_those_of_the_scores,
@@ -130,14 +130,14 @@ const NAMES: [&str; 6] = [
 ];
 
 fn log_sum_exps_are_those_of_the_scores<T: Target>(on: &On<T>) {
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(NAMES).into_iter().enumerate() {
         let text = Setup::new(name, [2, 4, 2, 75, 64], seed as u64);
         check(on, &text, AttentionOptions::default());
     }
 }
 
 fn scores_are_scaled_as_asked<T: Target>(on: &On<T>) {
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(NAMES).into_iter().enumerate() {
         let text = Setup::new(name, [1, 3, 1, 70, 64], 10 + seed as u64);
         // A power of two, so that f32 and f64 have the same.
         check(on, &text, AttentionOptions::default().with_scale(0.0625));
@@ -150,7 +150,7 @@ fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
     // Wider keys (as in DeepSeek's latent attention), wider values, and widths without a common
     // vector.
     for (seed, (key_dim, value_dim)) in [(96, 64), (32, 80), (18, 48)].into_iter().enumerate() {
-        for name in names {
+        for name in sampled::<T, _>(names) {
             let text = Setup::new(name, [2, 4, 2, 75, key_dim], 50 + seed as u64);
             let text = text.with_value_dim(value_dim);
             check(on, &text, AttentionOptions::default());
@@ -174,7 +174,7 @@ fn windows_hide_older_tokens<T: Target>(on: &On<T>) {
         "k16v4-g16-r16-w29",
         "k2v2-g16-r16-w500",
     ];
-    for (seed, name) in names.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(names).into_iter().enumerate() {
         let text = Setup::new(name, [2, 4, 2, 131, 64], 60 + seed as u64);
         check(on, &text, AttentionOptions::default());
     }

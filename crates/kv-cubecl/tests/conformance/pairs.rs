@@ -1,15 +1,12 @@
 //! Attention over every format of keys with every format of values.
 
-use std::{
-    collections::HashMap,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::collections::HashMap;
 
 use kv_cubecl::{Error, KvCacheConfig, KvFormat, On, Target, streaming_attention};
 
 use crate::{
     chunks::check_contents,
-    common::{CLOSE, Host, Setup, attend, close, sample, snapshot, stamp},
+    common::{CLOSE, Host, SAMPLED, Setup, attend, close, sampling, snapshot, stamp},
 };
 
 stamp!(every_pair_of_formats);
@@ -27,34 +24,21 @@ const WINDOWS: [&str; 10] = [
     "-r16-hadk",
 ];
 
-/// Where kernels are compiled for each pair, one in this many pairs is run.
-const SAMPLED: usize = 3;
-
 /// Every format of keys with every format of values, windows of all kinds and both orders:
 /// attention and what is stored are the oracle's, or the configuration is refused with its rule.
 ///
-/// Compiling kernels takes most of the time on a GPU without hardware. There a third of the pairs
-/// is run, each in one window and order; the seed `KV_SEED`, by default the day, picks another
-/// third. `KV_ALL_PAIRS=1` runs everything.
+/// Where cases are sampled, a pair is run in one window and order.
 fn every_pair_of_formats<T: Target>(on: &On<T>) {
-    let all = T::NAME == "flex" || std::env::var_os("KV_ALL_PAIRS").is_some_and(|all| all == "1");
-    let today = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86400;
-    let seed = if std::env::var_os("KV_SEED").is_some() { sample(0).1 } else { today() } as usize;
-    if !all {
-        #[allow(clippy::print_stdout, reason = "a failure is repeated by it")]
-        {
-            println!("{}: KV_SEED={seed}", T::NAME);
-        }
-    }
+    let seed = sampling::<T>();
     let (mut ran, mut refused) = (0, HashMap::<String, usize>::new());
     for (i, &keys) in KvFormat::ALL.iter().enumerate() {
         for (j, &values) in KvFormat::ALL.iter().enumerate() {
             // Latin squares: every format is in some pair, as keys and as values.
-            if !all && !(i + j + seed).is_multiple_of(SAMPLED) {
+            if seed.is_some_and(|seed| !(i + j + seed).is_multiple_of(SAMPLED)) {
                 continue;
             }
             let mut valid = valid_setups(keys, values, i * 1000 + j * 100, &mut refused);
-            if !all && !valid.is_empty() {
+            if seed.is_some() && !valid.is_empty() {
                 valid = vec![valid.swap_remove((5 * i + 3 * j) % valid.len())];
             }
             ran += valid.len();
@@ -71,7 +55,7 @@ fn every_pair_of_formats<T: Target>(on: &On<T>) {
         refused.iter().for_each(|(rule, count)| println!("  {count}: {rule}"));
     }
     let pairs = KvFormat::ALL.len().pow(2);
-    assert!(ran >= if all { pairs } else { pairs / SAMPLED });
+    assert!(ran >= if seed.is_none() { pairs } else { pairs / SAMPLED });
 }
 
 /// A text for each window and order in which the two formats may be one cache; rules that refuse

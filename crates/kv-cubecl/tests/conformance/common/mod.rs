@@ -12,7 +12,10 @@ use kv_cubecl::{Error, On, Target};
 pub(crate) use check::slopes;
 pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
 pub(crate) use data::{Host, Rng};
-pub(crate) use setup::{Setup, attend, check_properties, chunk_sizes, sample, setups, windows};
+pub(crate) use setup::{
+    SAMPLED, Setup, attend, check_properties, chunk_sizes, sample, sampled, sampled_count,
+    sampling, setups, windows,
+};
 
 /// Runs a case on a target's device.
 pub(crate) fn run<T: Target>(case: fn(&On<T>)) {

@@ -1,9 +1,10 @@
 //! A configuration, a shape and a random text to run through a cache.
 
 use core::fmt;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use burn::tensor::{Device, Tensor};
-use kv_cubecl::{CacheShape, Flush, KvCache, KvCacheConfig, Sides, reference};
+use kv_cubecl::{CacheShape, Flush, KvCache, KvCacheConfig, Sides, Target, reference};
 use proptest::{
     prelude::*,
     test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner},
@@ -191,6 +192,40 @@ pub(crate) fn sample(cases: u32) -> (u32, u64) {
         number("KV_CASES").map_or(cases, |n: u64| n.try_into().unwrap()),
         number("KV_SEED").unwrap_or(0),
     )
+}
+
+/// Where kernels are compiled for each case, one in this many cases is run.
+pub(crate) const SAMPLED: usize = 3;
+
+/// Returns `None` where all cases are run, otherwise the seed that picks some of them.
+///
+/// Compiling kernels takes most of the time on a GPU without hardware, and most cases have their own.
+/// There a third of them is run; the seed `KV_SEED`, by default the day, picks another third.
+/// `KV_ALL_CASES=1` runs everything.
+pub(crate) fn sampling<T: Target>() -> Option<usize> {
+    let all = std::env::var_os("KV_ALL_CASES").is_some_and(|all| all == "1");
+    if T::NAME == "flex" || all {
+        return None;
+    }
+    let today = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86400;
+    let seed = if std::env::var_os("KV_SEED").is_some() { sample(0).1 } else { today() } as usize;
+    #[allow(clippy::print_stdout, reason = "a failure is repeated by it")]
+    {
+        println!("{}: KV_SEED={seed}", T::NAME);
+    }
+    Some(seed)
+}
+
+/// Returns the cases that are run on this target: see [`sampling`].
+pub(crate) fn sampled<T: Target, C>(cases: impl IntoIterator<Item = C>) -> Vec<C> {
+    let seed = sampling::<T>();
+    let runs = |i: usize| seed.is_none_or(|seed| (i + seed).is_multiple_of(SAMPLED));
+    cases.into_iter().enumerate().filter(|(i, _)| runs(*i)).map(|(_, case)| case).collect()
+}
+
+/// Returns how many of `cases` random cases are run on this target: see [`sampling`].
+pub(crate) fn sampled_count<T: Target>(cases: u32) -> u32 {
+    sampling::<T>().map_or(cases, |_| cases.div_ceil(SAMPLED as u32))
 }
 
 /// Checks a property of `cases` random values, the same ones for the same seed: see [`sample`]. A
