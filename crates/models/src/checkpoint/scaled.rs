@@ -104,9 +104,8 @@ impl Weights {
         let [codes, scales] = self.with_scales(name)?;
         let [rows, bytes] = codes.shape()?;
         if scales.byte_float != Some(ByteFloat::E8m0) {
-            let why = format!("has type {}, but scales of 4-bit floats must be F8_E8M0", {
-                scales.type_name()
-            });
+            let own = scales.type_name();
+            let why = format!("has type {own}, but scales of 4-bit floats must be F8_E8M0");
             return Err(scales.flawed(why));
         }
         let layout = PackedLayout::new(WeightFormat::Mxfp4, [rows, 2 * bytes])
@@ -137,10 +136,8 @@ impl Entry {
         match factors.iter().enumerate().find(|(_, factor)| !fits(factor)) {
             None => Ok(factors),
             Some((i, factor)) => {
-                let why = format!(
-                    "holds {factor} at element {i}, scales must be finite and not \
-                                   negative"
-                );
+                let rule = "scales must be finite and not negative";
+                let why = format!("holds {factor} at element {i}; {rule}");
                 Err(self.flawed(why))
             }
         }

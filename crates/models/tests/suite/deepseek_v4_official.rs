@@ -197,8 +197,8 @@ fn official_logits_do_not_depend_on_the_partition_into_calls() {
 }
 
 /// The first layer's input does not depend on the partition. Its rows differ only where a number
-/// lies so close to the middle of two codes that the order of a sum decides: rarely, and by one step
-/// of E4M3, at most an eighth. This is what the other tests tolerate.
+/// lies so close to the middle of two codes that the order of a sum decides: rarely, and by one
+/// step of E4M3, at most an eighth. This is what the other tests tolerate.
 #[test]
 fn partitions_flip_single_codes() {
     let case = Case::new(Mode::Official, OFFICIAL);

@@ -199,8 +199,8 @@ pub(crate) const SAMPLED: usize = 3;
 
 /// Returns `None` where all cases are run, otherwise the seed that picks some of them.
 ///
-/// Compiling kernels takes most of the time on a GPU without hardware, and most cases have their own.
-/// There a third of them is run; the seed `KV_SEED`, by default the day, picks another third.
+/// Compiling kernels takes most of the time on a GPU without hardware, and most cases have their
+/// own. There a third of them is run; the seed `KV_SEED`, by default the day, picks another third.
 /// `KV_ALL_CASES=1` runs everything.
 pub(crate) fn sampling<T: Target>() -> Option<usize> {
     let all = std::env::var_os("KV_ALL_CASES").is_some_and(|all| all == "1");

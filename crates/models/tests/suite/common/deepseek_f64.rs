@@ -10,7 +10,8 @@ use super::{
     read_tensors,
 };
 
-/// The parts of the rounding that a model in f64 does. The released code has all but `rope` and `exact_scales`.
+/// The parts of the rounding that a model in f64 does. The released code has all but `rope` and
+/// `exact_scales`.
 #[derive(Clone, Copy)]
 pub(crate) struct Rounding {
     pub(crate) rows: bool,
