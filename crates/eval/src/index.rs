@@ -82,7 +82,7 @@ pub fn index_recall<T: Target>(
     formats: &[KeyFormat],
     mut progress: impl FnMut(usize, usize),
 ) -> Result<IndexRecall> {
-    check(model, formats)?;
+    check(model, plan, formats)?;
     let mut counts = Counts::new();
     let float = ModelCacheConfig::from(kv_cubecl::KvCacheConfig::float());
     let n_windows = plan.spans().count();
@@ -98,10 +98,6 @@ pub fn index_recall<T: Target>(
         model.hidden_with(ids, &float, Default::default(), Some(&mut observe))?;
         outcome?;
         progress(done + 1, n_windows);
-    }
-    if counts.is_empty() {
-        let rule = "must be longer, so that tokens see more entries than they select";
-        return Err(Error::plan("window", plan.window(), rule));
     }
     let cell = |((layer, format, from), Count { top_k, tokens, hits }): (Key, Count)| RecallCell {
         layer,
@@ -127,14 +123,21 @@ struct Count {
     hits: usize,
 }
 
-/// Checks that the model has an indexer and that the formats fit its keys.
-fn check(model: &LanguageModel, formats: &[KeyFormat]) -> Result<()> {
-    let mut widths = BTreeSet::new();
-    for layer in &model.spec().layers {
-        widths.extend(layer.sparse.and_then(|it| it.selection).map(|it| it.head_dim));
-    }
-    if widths.is_empty() {
+/// Checks that the model has an indexer, that windows are long enough for it to select, and that
+/// the formats fit its keys.
+fn check(model: &LanguageModel, plan: &Plan, formats: &[KeyFormat]) -> Result<()> {
+    let layers = model.spec().layers.iter().filter_map(|layer| layer.sparse);
+    let indexers = layers.filter_map(|layer| layer.entries.zip(layer.selection));
+    let widths: BTreeSet<usize> = indexers.clone().map(|(_, index)| index.head_dim).collect();
+    let fewest = indexers.map(|(entries, index)| entries.compression.ratio * (index.top_k + 1));
+    let Some(fewest) = fewest.min() else {
         return Err(Error::plan("model", "without an indexer", "must have sparse attention"));
+    };
+    if plan.window() < fewest {
+        let rule = format!(
+            "must be at least {fewest} tokens; with fewer, indexers select all entries that there are"
+        );
+        return Err(Error::plan("window", plan.window(), rule));
     }
     for (format, width) in formats.iter().flat_map(|it| widths.iter().map(move |w| (it, *w))) {
         let index = IndexConfig { head_dim: width, top_k: 1, keys: RowFormat::codes(format.codes) };
