@@ -134,9 +134,8 @@ fn check(model: &LanguageModel, plan: &Plan, formats: &[KeyFormat]) -> Result<()
         return Err(Error::plan("model", "without an indexer", "must have sparse attention"));
     };
     if plan.window() < fewest {
-        let rule = format!(
-            "must be at least {fewest} tokens; with fewer, indexers select all entries that there are"
-        );
+        let rule =
+            format!("must be at least {fewest} tokens; with fewer, indexers select all entries");
         return Err(Error::plan("window", plan.window(), rule));
     }
     for (format, width) in formats.iter().flat_map(|it| widths.iter().map(move |w| (it, *w))) {
