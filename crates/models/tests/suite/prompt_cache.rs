@@ -75,7 +75,8 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
     let model = &load(tiny(name), &on).unwrap().model;
     let mut caches = caches();
     let all = caches.len();
-    // These have blocks or groups of 32 channels, or a residual longer than the sliding window.
+    // These have blocks or groups of 32 or 64 channels, or a residual longer than the sliding
+    // window.
     caches.retain(|cache| ModelCacheConfig::from(config(cache, 96)).validate(model).is_ok());
     assert_eq!(all - caches.len(), n_unfit, "{caches:?}");
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(name.len() as u64);
@@ -139,27 +140,27 @@ fn resumed_texts_have_the_logits_of_one_run(name: &str, n_unfit: usize) {
 /// layers and in all.
 #[test]
 fn resumed_texts_of_gpt2() {
-    resumed_texts_have_the_logits_of_one_run("gpt2-tiny", 0);
+    resumed_texts_have_the_logits_of_one_run("gpt2-tiny", 2);
 }
 
 #[test]
 fn resumed_texts_of_llama() {
-    resumed_texts_have_the_logits_of_one_run("llama-tiny", 7);
+    resumed_texts_have_the_logits_of_one_run("llama-tiny", 9);
 }
 
 #[test]
 fn resumed_texts_of_gemma3() {
-    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 3);
+    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 5);
 }
 
 #[test]
 fn resumed_texts_of_gpt_oss() {
-    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 3);
+    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 5);
 }
 
 #[test]
 fn resumed_texts_of_mistral() {
-    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 9);
+    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 11);
 }
 
 /// Prefill in chunks gives the same bits as a cache with the same chunks up to a checkpoint.

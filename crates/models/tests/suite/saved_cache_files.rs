@@ -300,8 +300,9 @@ fn a_full_disk_leaves_no_partial_file() {
         .arg("-c")
         // The limit is in blocks of 512 or 1024 bytes. Without the trap, the signal ends the
         // process before the error.
-        .arg("trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact a_full_disk_leaves_no_partial_file")
+        .arg("trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact \"$1\"")
         .arg(std::env::current_exe().unwrap())
+        .arg("saved_cache_files::a_full_disk_leaves_no_partial_file")
         .env(FOLDER, saved.scratch.path())
         .output()
         .unwrap();

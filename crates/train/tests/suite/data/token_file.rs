@@ -142,7 +142,7 @@ fn a_full_disk_leaves_nothing() {
         // or 1024 bytes.
         .arg("trap '' XFSZ; ulimit -f 2000; exec \"$0\" --exact \"$1\"")
         .arg(std::env::current_exe().unwrap())
-        .arg("token_file::a_full_disk_leaves_nothing")
+        .arg("data::token_file::a_full_disk_leaves_nothing")
         .env(FOLDER, world.folder.path())
         .output()
         .unwrap();
