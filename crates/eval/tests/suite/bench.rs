@@ -2,8 +2,9 @@
 
 use std::fs;
 
-use crate::common::{Workspace, kv_eval};
 use serde_json::Value;
+
+use crate::common::{Workspace, kv_eval};
 
 /// Runs a benchmark with `--json` and returns the JSON.
 #[track_caller]

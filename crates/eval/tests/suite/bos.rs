@@ -1,12 +1,14 @@
 //! Eval windows with a begin-of-text token, compared with the transformers library; see
 //! `crates/models/tests/fixtures/README.md`.
+
 use std::{fs, path::Path};
 
-use crate::common::{Workspace, kv_eval};
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::{Mode, Plan, evaluate};
 use kv_models::{LanguageModel, Loaded, load};
 use serde_json::Value;
+
+use crate::common::{Workspace, kv_eval};
 
 fn fixture(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/bos").join(name)

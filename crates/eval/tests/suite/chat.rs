@@ -1,5 +1,6 @@
 //! Conversations with a model: the prompt, and the reason why an answer ends. SmolLM2 answers a
 //! plain question.
+
 use std::{
     fs::{self, File},
     path::Path,

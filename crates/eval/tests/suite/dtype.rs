@@ -3,8 +3,9 @@
 
 use std::fs;
 
-use crate::common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
+
+use crate::common::{Outcome, Workspace, kv_eval};
 
 fn ppl(space: &Workspace, dtype: &str, more: &[&str]) -> Outcome {
     let (model, text) = (space.model(), space.text());

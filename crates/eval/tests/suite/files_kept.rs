@@ -1,5 +1,6 @@
 //! Files of the user: inputs are not overwritten, existing policies are not replaced, and Ctrl-C
 //! leaves no unfinished file.
+
 use std::fs;
 
 use crate::common::{Workspace, kv_eval};

@@ -1,8 +1,10 @@
 //! `kv-eval generate`: JSON, stop strings, penalties, Ctrl-C.
+
 use std::fs;
 
-use crate::common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
+
+use crate::common::{Outcome, Workspace, kv_eval};
 
 fn generate(space: &Workspace, more: &[&str]) -> Outcome {
     let model = space.model();

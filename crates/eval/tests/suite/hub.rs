@@ -1,4 +1,5 @@
 //! Models of the hub, served by a local one.
+
 use std::{
     collections::BTreeMap,
     fs,

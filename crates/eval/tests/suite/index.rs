@@ -1,13 +1,15 @@
 //! Recall of indexers, counted by the definition in f64.
+
 use std::{collections::BTreeMap, path::PathBuf};
 
-use crate::common::{assert_one_line, kv_eval};
 use kv_cubecl::{
     Flex, KvCacheConfig, KvFormat, On, reference,
     sparse::{IndexTrace, RowFormat},
 };
 use kv_eval::{Error, KeyFormat, Mode, Plan, index_recall};
 use kv_models::{AttentionTrace, LanguageModel, ModelCacheConfig, ids_to_tensor, load};
+
+use crate::common::{assert_one_line, kv_eval};
 
 const TOKENS: usize = 200;
 

@@ -1,10 +1,12 @@
 //! Needles in a haystack.
+
 use std::path::Path;
 
-use crate::common::{assert_one_line, kv_eval};
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::{Error, NeedlePlan, needles};
 use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor, load};
+
+use crate::common::{assert_one_line, kv_eval};
 
 const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 const PLAN: NeedlePlan = NeedlePlan { context: 512, needle: 40, cue: 16, chunks: 4 };

@@ -1,8 +1,10 @@
 //! Plans of memory: published numbers.
-use crate::common::Workspace;
+
 use burn::tensor::Device;
 use kv_eval::planner::{MemoryPlan, Needs, Preset, Request, Subject, formats, plan};
 use kv_models::{LoadOptions, MemoryLimit, ModelOutline, Usage, WeightDtype, kv_weights};
+
+use crate::common::Workspace;
 
 fn device() -> Device {
     Device::flex()

@@ -1,11 +1,13 @@
 //! `kv-eval plan`: its plans and errors, and the same rules in the commands that load a model.
+
 use std::fs;
 
-use crate::common::{Outcome, Workspace, kv_eval};
 use burn::tensor::Device;
 use kv_eval::planner::formats;
 use kv_models::{LoadOptions, kv_weights};
 use serde_json::Value;
+
+use crate::common::{Outcome, Workspace, kv_eval};
 
 fn device() -> Device {
     Device::flex()

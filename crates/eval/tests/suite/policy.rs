@@ -1,9 +1,11 @@
 //! Layer policies in the program: files and presets as cache names, and the search for policies.
+
 use std::{fs, path::Path, process::Command, thread::sleep, time::Duration};
 
-use crate::common::{Outcome, Workspace, kv_eval};
 use kv_models::ModelCacheConfig;
 use serde_json::Value;
+
+use crate::common::{Outcome, Workspace, kv_eval};
 
 const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 

@@ -1,8 +1,10 @@
 //! `--profile`: the times on the page agree with the clock.
+
 use std::{collections::HashMap, fs, time::Instant};
 
-use crate::common::{Outcome, Workspace, kv_eval};
 use serde_json::Value;
+
+use crate::common::{Outcome, Workspace, kv_eval};
 
 /// The tables and the script's data of a page.
 struct Page {

@@ -1,4 +1,5 @@
 //! Several prompts continued together: outputs and errors.
+
 use std::{
     fs::{self, File},
     process::{Command, Stdio},

@@ -1,4 +1,5 @@
 //! `kv-eval generate` with a cache of another run.
+
 use std::{
     fs::{self, File},
     path::Path,

@@ -1,11 +1,13 @@
 //! A quantized cache compared with a float cache: the library's steps and the divergence of an
 //! evaluation, and the program.
+
 use std::path::Path;
 
-use crate::common::{Workspace, kv_eval};
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::{Mode, Plan, Twin, evaluate, twin};
 use kv_models::LanguageModel;
+
+use crate::common::{Workspace, kv_eval};
 
 const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models");
 const TOKENS: usize = 96;

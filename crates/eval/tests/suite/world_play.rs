@@ -1,11 +1,13 @@
 //! The repository's world model, and the program `kv-eval world`.
+
 use std::{fs, path::Path};
 
-use crate::common::{Outcome, kv_eval};
 use kv_cubecl::KvCacheConfig;
 use kv_eval::world::{LayerCaches, MOST_DB, psnr, ssim};
 use kv_world::Frame;
 use serde_json::Value;
+
+use crate::common::{Outcome, kv_eval};
 
 fn world() -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/world");

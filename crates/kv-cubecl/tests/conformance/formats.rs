@@ -263,7 +263,7 @@ fn every_number_is_cast<T: Target>(on: &On<T>) {
         // saturate.
         let most = if format == KvFormat::Mxfp4 { 7.99 } else { largest };
         // All channels of a row are one block.
-        let width = if format == KvFormat::E4m3Blocks64 { 64 } else { 32 };
+        let width = reference::row_group(format, true, 32, 32).unwrap();
         for (x, code) in input.iter().zip(cast).filter(|(x, _)| x.abs() <= most) {
             if data.len() % width == 0 {
                 data.push(largest);

@@ -16,8 +16,8 @@ use crate::{
 stamp!(a_window_is_stored_before_it_is_compressed, softmax_of_gates_does_not_collapse);
 
 /// Known bug: a kernel reads the projections of a window while another still writes them. A cache
-/// that held another sequence has its projections where the new ones are written, so entries of a
-/// kernel that reads too early are those of the other sequence.
+/// that held another sequence has its projections where the new ones are written, so a kernel that
+/// reads too early computes entries of the other sequence.
 fn a_window_is_stored_before_it_is_compressed<T: Target>(on: &On<T>) {
     for (seed, config) in configs(60).into_iter().enumerate() {
         let layer = Layer::new(on, config, 1, 60, 500 + seed as u64);

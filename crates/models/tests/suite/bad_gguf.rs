@@ -1,16 +1,18 @@
 //! Invalid GGUF files give one clear line and no panic.
+
 use std::{
     fs,
     io::{Seek, SeekFrom, Write},
     path::{Path, PathBuf},
 };
 
-use crate::common::{
-    GgmlType, Value, assert_contains, converted, copy, device, failure, fixture, tiny, write_gguf,
-};
 use kv_models::{LoadOptions, kv_weights::Activations, load, load_with};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::Dtype;
+
+use crate::common::{
+    GgmlType, Value, assert_contains, converted, copy, device, failure, fixture, tiny, write_gguf,
+};
 
 /// Writes a tiny GGUF file with a vocabulary and every kind of metadata value.
 fn tiny_gguf(folder: &Path) -> PathBuf {

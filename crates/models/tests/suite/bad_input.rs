@@ -1,13 +1,15 @@
 //! Invalid files and requests give one clear line and no panic.
+
 use std::{fs, path::Path};
+
+use burn::tensor::{Int, Tensor};
+use kv_models::{Error, Tokenizer, kv_cubecl::KvCacheConfig, llama::Llama, load};
+use serde_json::{Value as Json, json};
 
 use crate::common::{
     GgmlType, Named, assert_contains, copy, device, expected, failure, fixture, tiny, with_config,
     with_tensors, write_gguf,
 };
-use burn::tensor::{Int, Tensor};
-use kv_models::{Error, Tokenizer, kv_cubecl::KvCacheConfig, llama::Llama, load};
-use serde_json::{Value as Json, json};
 
 /// A change to a configuration.
 type Change = fn(&mut Json);

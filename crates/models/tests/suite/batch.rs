@@ -1,5 +1,5 @@
 //! Sequences of different lengths in one cache give the same results as each alone.
-use crate::common::{TINY, device, smollm2, tiny};
+
 use burn::tensor::{Device, Tensor};
 use kv_models::{
     Batch, DecodeGraph, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
@@ -10,6 +10,8 @@ use kv_models::{
     kv_sampling::Draw,
     load,
 };
+
+use crate::common::{TINY, device, smollm2, tiny};
 
 /// The number of sequences.
 const BATCH: usize = 8;

@@ -1,7 +1,7 @@
 //! Caches that differ by layer, observers of attention, and models with random weights.
+
 use std::{fs, sync::Mutex};
 
-use crate::common::{device, expected, max_difference, tiny};
 use burn::tensor::{Int, Tensor, TensorData, activation};
 use kv_models::{
     AttentionTrace, Error, KvTrace, LanguageModel, LayerRule, Layers, ModelCacheConfig, Stores,
@@ -11,6 +11,8 @@ use kv_models::{
     nn::RopeScaling,
 };
 use serde_json::{Value as Json, json};
+
+use crate::common::{device, expected, max_difference, tiny};
 
 const NAMES: [&str; 3] = ["gpt2-tiny", "llama-tiny", "phi3-tiny"];
 

@@ -1,9 +1,11 @@
 //! Chat templates against the transformers library, see `fixtures/README.md`.
+
 use std::{collections::HashMap, fs};
 
-use crate::common::{GgmlType, Value, copy, device, fixture, smollm2, tiny, write_gguf};
 use kv_models::{ChatTemplate, Error, SaveOptions, Tokenizer, chat::Message, load, save};
 use serde::Deserialize;
+
+use crate::common::{GgmlType, Value, copy, device, fixture, smollm2, tiny, write_gguf};
 
 #[derive(Deserialize)]
 struct Fixture {

@@ -1,7 +1,7 @@
 //! A decoder and a family outside this crate, as models of other crates define them.
+
 use std::path::Path;
 
-use crate::common::{device, tiny};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup, list_param_ids},
     nn::EmbeddingConfig,
@@ -18,6 +18,8 @@ use kv_models::{
     register,
 };
 use serde_json::{Map, Value};
+
+use crate::common::{device, tiny};
 
 /// A model of embeddings, attention in two layers of different heads, and the embeddings again.
 #[derive(Module, Debug)]

@@ -1,47 +1,30 @@
 //! DeepSeek-V4: logits of tiny checkpoints against the transformers library, refusals, saved
 //! folders and residual streams.
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
 
-use crate::common::{assert_contains, copy, device, expected, failure, golden_in, max_difference};
+use std::{collections::BTreeMap, fs, path::Path};
+
 use burn::{
     module::Param,
     tensor::{Device, Int, Tensor, TensorData},
 };
 use kv_models::{
-    AttentionTrace, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer,
-    WeightDtype,
-    deepseek_v4::{Config, DeepseekV4, HyperConnection, LayerKind, Mode, sinkhorn},
+    AttentionTrace, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions, WeightDtype,
+    deepseek_v4::{Config, DeepseekV4, HyperConnection, sinkhorn},
     kv_cubecl::{
         KvCacheConfig,
         sparse::{Compressed, Entries, SparseOptions, sparse_attention},
     },
     kv_weights::{Activations, GroupSize, WeightFormat},
-    load, load_with,
-    nn::RopeScaling,
-    outline, save, save_quantized,
+    load, load_with, outline, save, save_quantized,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value as Json, json};
 
-/// The largest error, as a part of the largest logit.
-const TOLERANCE: f32 = 2e-4;
-
-/// Returns the checkpoints of the project, or of the folder `KV_GOLDEN` if it has some.
-fn golden() -> Vec<PathBuf> {
-    let given = std::env::var_os("KV_GOLDEN").map(PathBuf::from);
-    match given.filter(|root| !root.join("deepseek").is_dir()) {
-        Some(_) => vec![tiny()],
-        None => golden_in("deepseek"),
-    }
-}
-
-fn tiny() -> PathBuf {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/deepseek/deepseek-v4-tiny")).into()
-}
+use crate::common::{
+    assert_contains, copy,
+    deepseek::{TOLERANCE, golden, small, tiny, words},
+    device, expected, failure, max_difference,
+};
 
 fn worst(model: &LanguageModel, folder: &Path, device: &Device) -> f32 {
     let expected = expected(folder, device);
@@ -322,20 +305,6 @@ fn older_fields_describe_the_same_model() {
     assert_contains(&message, &["length of compress_ratios = 2", "num_hidden_layers 5"]);
 }
 
-/// Returns a tokenizer with one word.
-fn words() -> Tokenizer {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("tokenizer.json");
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null,
-        "decoder": null,
-        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-    });
-    fs::write(&path, tokenizer.to_string()).unwrap();
-    Tokenizer::from_file(path, &[]).unwrap()
-}
-
 #[test]
 fn a_configuration_alone_gives_the_outline() {
     let folder = tempfile::tempdir().unwrap();
@@ -366,42 +335,6 @@ fn saved_models_are_read_back_unchanged() {
         model.forward(ids.clone(), KvCacheConfig::float()).unwrap().to_data()
     };
     assert_eq!(logits(&again), logits(&model));
-}
-
-fn small() -> Config {
-    Config {
-        vocab_size: 40,
-        hidden_size: 32,
-        intermediate_size: 16,
-        layers: vec![LayerKind::Selected, LayerKind::All, LayerKind::Window],
-        hash_layers: [0, 2].into(),
-        n_heads: 4,
-        head_dim: 16,
-        rotary_dim: 8,
-        query_rank: 16,
-        output_groups: 2,
-        output_rank: 8,
-        sliding_window: 8,
-        selected_ratio: 2,
-        all_ratio: 8,
-        index_heads: 2,
-        index_head_dim: 8,
-        top_k: 3,
-        n_experts: 3,
-        experts_per_token: 2,
-        routed_scale: 1.5,
-        swiglu_limit: 10.0,
-        streams: 3,
-        sinkhorn_iterations: 5,
-        stream_epsilon: 1e-6,
-        max_positions: 64,
-        norm_epsilon: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: RopeScaling::Default,
-        compressed_rope_theta: 100_000.0,
-        compressed_rope_scaling: RopeScaling::Default,
-        mode: Mode::Transformers,
-    }
 }
 
 fn some_ids(config: &Config, device: &Device) -> Tensor<2, Int> {

@@ -1,16 +1,18 @@
 //! Known bugs of other implementations of DeepSeek-V4, with a test for each that concerns a model.
 //! `docs/decisions/caches.md` lists all and their tests.
+
+use kv_models::{
+    Checkpoints, PromptCache, SavedCache, ids_to_tensor, kv_cubecl::sparse::SparseCounters,
+};
+
 use crate::common::{
     deepseek::{Golden, host},
     device,
     saved::{bits, config},
 };
-use kv_models::{
-    Checkpoints, PromptCache, SavedCache, ids_to_tensor, kv_cubecl::sparse::SparseCounters,
-};
 
-/// Known bug: overlap lost in decode. An entry depends on the tokens of
-/// the window before its own, also if those were prefilled.
+/// Known bug: overlap lost in decode. An entry depends on the tokens of the window before its own,
+/// also if those were prefilled.
 #[test]
 fn overlap_is_not_lost_in_decode() {
     let golden = Golden::tiny();

@@ -1,17 +1,19 @@
 //! DeepSeek-V4 with a cache: logits of tiny checkpoints against the transformers library, however
 //! tokens are divided into calls, and after a cache was saved, cut back, forked or captured.
-use crate::common::{
-    assert_contains,
-    deepseek::{Golden, TOLERANCE, furthest, golden, host},
-    device,
-    saved::{bits, config, pass},
-};
+
 use burn::tensor::{Int, Tensor};
 use kv_models::{
     AttentionTrace, Checkpoints, DecodeGraph, Error, ModelCache, PromptCache, SavedAs, SavedCache,
     ids_to_tensor, kv_cubecl::KvCacheConfig, kv_sampling::Draw,
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+
+use crate::common::{
+    assert_contains,
+    deepseek::{Golden, TOLERANCE, furthest, golden, host},
+    device,
+    saved::{bits, config, pass},
+};
 
 /// Returns random numbers with this sum, most of them small.
 fn partition(rng: &mut Xoshiro256PlusPlus, sum: usize) -> Vec<usize> {

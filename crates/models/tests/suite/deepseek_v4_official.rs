@@ -1,26 +1,27 @@
 //! DeepSeek-V4 with the rounding of DeepSeek's code, against a model in f64 that computes one token
 //! after the other by the formulas, and how a mode is selected.
+
 use std::{fs, path::Path};
 
-use crate::common::{
-    assert_contains,
-    deepseek_f64::{NONE, OFFICIAL, Oracle, Rounding},
-    device, failure,
-    saved::{config, pass, text},
-};
 use kv_models::{
-    AttentionTrace, LanguageModel, SaveOptions, SavedCache, Tokenizer,
-    deepseek_v4::{Config, DeepseekV4, LayerKind, Mode},
+    AttentionTrace, LanguageModel, SaveOptions, SavedCache,
+    deepseek_v4::{Config, DeepseekV4, Mode},
     ids_to_tensor,
     kv_cubecl::KvCacheConfig,
-    load,
-    nn::RopeScaling,
-    save,
+    load, save,
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
+
+use crate::common::{
+    assert_contains,
+    deepseek::{small, words},
+    deepseek_f64::{NONE, OFFICIAL, Oracle, Rounding},
+    device, failure,
+    saved::{config, pass, text},
+};
 
 /// The largest error of a token, as a part of the largest logit. f32 rounds a number that lies near
 /// the middle of two codes to the other one now and then, in other places for another order of
@@ -30,45 +31,23 @@ const TOLERANCE: f64 = 2e-2;
 /// The largest error of a third of the tokens: f32 against f64, in three layers.
 const TYPICAL: f64 = 1e-5;
 
-fn small(mode: Mode) -> Config {
+/// Returns a configuration whose blocks of 64 and 32 channels are full.
+fn config_in(mode: Mode) -> Config {
     Config {
         vocab_size: 50,
-        hidden_size: 32,
-        intermediate_size: 16,
-        layers: vec![LayerKind::Selected, LayerKind::All, LayerKind::Window],
         hash_layers: [1].into(),
-        n_heads: 4,
         head_dim: 136,
-        rotary_dim: 8,
-        query_rank: 16,
-        output_groups: 2,
-        output_rank: 8,
         sliding_window: 6,
-        selected_ratio: 2,
-        all_ratio: 8,
-        index_heads: 2,
         index_head_dim: 32,
-        top_k: 3,
-        n_experts: 3,
-        experts_per_token: 2,
-        routed_scale: 1.5,
-        swiglu_limit: 10.0,
         streams: 2,
-        sinkhorn_iterations: 5,
-        stream_epsilon: 1e-6,
-        max_positions: 64,
-        norm_epsilon: 1e-6,
-        rope_theta: 10_000.0,
-        rope_scaling: RopeScaling::Default,
-        compressed_rope_theta: 100_000.0,
-        compressed_rope_scaling: RopeScaling::Default,
         mode,
+        ..small()
     }
 }
 
 /// Writes a model whose parameters are all random, but the same in every run.
 fn folder(mode: Mode) -> TempDir {
-    let model: LanguageModel = DeepseekV4::random(small(mode), &device()).unwrap().into();
+    let model: LanguageModel = DeepseekV4::random(config_in(mode), &device()).unwrap().into();
     let folder = tempfile::tempdir().unwrap();
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let file = folder.path().join("model.safetensors");
@@ -102,19 +81,6 @@ fn folder(mode: Mode) -> TempDir {
     folder
 }
 
-fn words() -> Tokenizer {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("tokenizer.json");
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null,
-        "decoder": null,
-        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-    });
-    fs::write(&path, tokenizer.to_string()).unwrap();
-    Tokenizer::from_file(path, &[]).unwrap()
-}
-
 /// A model with a text of 50 tokens and the logits that they must have.
 struct Case {
     model: LanguageModel,
@@ -127,7 +93,7 @@ impl Case {
     fn new(mode: Mode, rounding: Rounding) -> Self {
         let folder = folder(mode);
         let ids: Vec<u32> = text(50, 3).into_iter().map(|id| id % 50).collect();
-        let expected = Oracle::new(small(mode), folder.path(), rounding).logits(&ids);
+        let expected = Oracle::new(config_in(mode), folder.path(), rounding).logits(&ids);
         let model = load(folder.path(), &device()).unwrap().model;
         Self { model, folder, ids, expected }
     }
@@ -251,7 +217,7 @@ fn every_part_of_the_rounding_counts() {
         ("index in float", Rounding { index: false, ..OFFICIAL }),
     ] {
         let expected =
-            Oracle::new(small(Mode::Official), case.folder.path(), rounding).logits(&case.ids);
+            Oracle::new(config_in(Mode::Official), case.folder.path(), rounding).logits(&case.ids);
         let other = Case { expected, ..Case::new(Mode::Official, OFFICIAL) };
         let worst = other.errors(&logits)[case.ids.len() - 1];
         assert!(worst >= 2.0 * TOLERANCE, "{name}: {worst}");
@@ -262,13 +228,13 @@ fn every_part_of_the_rounding_counts() {
 #[test]
 fn gradients_pass_through_the_rounding() {
     let device = device().autodiff();
-    let model = DeepseekV4::random(small(Mode::Official), &device).unwrap();
+    let model = DeepseekV4::random(config_in(Mode::Official), &device).unwrap();
     let ids =
         ids_to_tensor(&text(40, 3).iter().map(|id| id % 50).collect::<Vec<_>>(), [1, 40], &device);
     let language: LanguageModel = model.clone().into();
     let logits = language.forward(ids, KvCacheConfig::float()).unwrap();
     let grads = logits.square().sum().backward();
-    let rotary = small(Mode::Official).rotary_dim;
+    let rotary = config_in(Mode::Official).rotary_dim;
     for layer in &model.layers {
         let compressor = layer.attention.compressor.as_ref();
         let compressor = compressor.map(|compressor| &compressor.parts.norm.gamma);

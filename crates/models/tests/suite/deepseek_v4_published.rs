@@ -1,15 +1,8 @@
 //! DeepSeek-V4 as DeepSeek publishes it: names of tensors, weights in 8 and 4 bits, and what is
 //! refused about them. The oracle decodes weights by the definitions of their types.
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
 
-use crate::common::{
-    assert_contains, copy, device, expected, f32s, failure, golden_in, max_difference,
-    minifloat::{e2m1, e4m3, nearest},
-};
+use std::{collections::BTreeMap, fs, path::Path};
+
 use burn::tensor::{Tensor, TensorData};
 use half::bf16;
 use kv_models::{
@@ -20,9 +13,12 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-fn tiny() -> PathBuf {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/deepseek/deepseek-v4-tiny")).into()
-}
+use crate::common::{
+    assert_contains, copy,
+    deepseek::tiny,
+    device, expected, f32s, failure, golden_in, max_difference,
+    minifloat::{e2m1, e4m3, nearest},
+};
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 

@@ -1,14 +1,16 @@
 //! The sizes of a model are known before it is loaded, and a model that does not fit is rejected
 //! then.
+
 use std::{cell::RefCell, path::Path, rc::Rc};
 
-use crate::common::{GgmlType, TINY, converted, device, fixture, tiny, write_gguf};
 use kv_models::{
     Advice, ConfigJson, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned,
     Result, Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig,
     kv_weights::Activations, load_observed, outline, outline_config,
 };
 use safetensors::Dtype;
+
+use crate::common::{GgmlType, TINY, converted, device, fixture, tiny, write_gguf};
 
 /// Records the events of a load.
 #[derive(Default)]

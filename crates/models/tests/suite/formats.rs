@@ -1,14 +1,11 @@
 //! Models in several files and with every GGUF block type.
+
 use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
 };
 
-use crate::common::{
-    GgmlType, Value, byte_vocabulary, copy, device, expected, fixture, gguf_parts, max_difference,
-    read_tensors, small, tiny, write_gguf, write_gguf_file,
-};
 use burn::tensor::{Int, Tensor};
 use kv_models::{
     LanguageModel, LayerSpec, SaveOptions, Tokenizer,
@@ -17,6 +14,11 @@ use kv_models::{
     load, save,
 };
 use safetensors::{Dtype, tensor::TensorView};
+
+use crate::common::{
+    GgmlType, Value, byte_vocabulary, copy, device, expected, fixture, gguf_parts, max_difference,
+    read_tensors, small, tiny, write_gguf, write_gguf_file,
+};
 
 fn llama(path: &Path) -> Llama {
     load(path, &device()).unwrap().model.downcast().unwrap()

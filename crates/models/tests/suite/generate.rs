@@ -1,5 +1,5 @@
 //! Generation is deterministic, stops where it should, and does not depend on the prefill chunk.
-use crate::common::{TINY, device, smollm2, tiny};
+
 use burn::{
     module::Param,
     tensor::{Device, Int, Tensor},
@@ -13,6 +13,8 @@ use kv_models::{
     llama::Llama,
     load,
 };
+
+use crate::common::{TINY, device, smollm2, tiny};
 
 // A replay is ordered only with the work of the thread that captured the graph.
 static_assertions::assert_not_impl_any!(DecodeGraph<'static>: Send, Sync);

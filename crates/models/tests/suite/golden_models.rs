@@ -1,14 +1,16 @@
 //! The logits of the tiny checkpoints in every format equal those of the transformers library.
+
 use std::{fs, path::Path};
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
+use safetensors::SafeTensors;
+use serde_json::json;
 
 use crate::common::{
     GgmlType, TINY, Value, copy, device, expected, f32s, fixture, golden, max_difference, tiny,
     with_config, write_gguf,
 };
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
-use safetensors::SafeTensors;
-use serde_json::json;
 
 const TOLERANCE: f32 = 2e-4;
 

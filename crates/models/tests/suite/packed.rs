@@ -1,9 +1,7 @@
 //! Models with packed matrices compute the same as restored ones.
+
 use std::{fs, path::Path};
 
-use crate::common::{
-    GgmlType, TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf,
-};
 use burn::{
     module::Module,
     tensor::{Device, Int, Tensor},
@@ -16,6 +14,10 @@ use kv_models::{
     load_with, save,
 };
 use safetensors::Dtype;
+
+use crate::common::{
+    GgmlType, TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf,
+};
 
 fn read(path: &Path, packed: Option<Activations>) -> Loaded {
     load_with(path, &device(), LoadOptions::default().with_packed(packed)).unwrap()

@@ -1,12 +1,14 @@
 //! Checkpoints of training runs name parameters by their paths, which must not change.
+
 use std::fmt::Write;
 
-use crate::common::{device, tiny};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::Tensor,
 };
 use kv_models::load;
+
+use crate::common::{device, tiny};
 
 #[derive(Default)]
 struct Paths {

@@ -1,5 +1,5 @@
 //! Layer policies: their layers, and the caches of models.
-use crate::common::{device, expected, max_difference, tiny};
+
 use burn::tensor::Tensor;
 use kv_models::{
     Error, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
@@ -7,6 +7,8 @@ use kv_models::{
     load,
 };
 use proptest::prelude::*;
+
+use crate::common::{device, expected, max_difference, tiny};
 
 /// Describes a model of `n` layers with heads of 64 channels. Layer 1 has a sliding window of 512.
 fn model(n: usize) -> ModelSpec {

@@ -1,15 +1,17 @@
 //! A prompt that reuses a common prefix gets the logits of a new cache.
-use crate::common::{
-    assert_contains, device,
-    saved::{Saved, bits, config, pass, text},
-    tiny,
-};
+
 use burn::tensor::Device;
 use kv_models::{
     Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, PromptCache, SavedAs,
     SavedCache, kv_cubecl::KvFormat, load,
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+
+use crate::common::{
+    assert_contains, device,
+    saved::{Saved, bits, config, pass, text},
+    tiny,
+};
 
 /// Returns caches with every format for keys and for values, flushes before and after attention, by
 /// groups and by blocks, sinks, and sliding windows.

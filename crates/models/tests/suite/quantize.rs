@@ -1,10 +1,7 @@
 //! Quantized models are written in the layout of other libraries and read back unchanged.
+
 use std::{collections::BTreeMap, fs, path::Path};
 
-use crate::common::{
-    GgmlType, TINY, assert_contains, copy, device, expected, failure, fixture, max_difference,
-    read_tensors, tiny, write_gguf,
-};
 use burn::tensor::Tensor;
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, QuantizeOptions, SaveOptions, Tokenizer, WeightDtype,
@@ -13,6 +10,11 @@ use kv_models::{
     load, load_with, save, save_quantized,
 };
 use serde_json::{Value as Json, json};
+
+use crate::common::{
+    GgmlType, TINY, assert_contains, copy, device, expected, failure, fixture, max_difference,
+    read_tensors, tiny, write_gguf,
+};
 
 const INT4: WeightFormat = WeightFormat::Int4(GroupSize::G32);
 const INT8: WeightFormat = WeightFormat::Int8(GroupSize::G32);

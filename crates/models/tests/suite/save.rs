@@ -1,14 +1,11 @@
 //! Saved folders are read back unchanged, and a failed save changes no files.
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
 };
 
-use crate::common::{
-    GgmlType, TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2,
-    tiny, write_gguf, write_vocabulary,
-};
 use burn::tensor::{Device, Tensor, Tolerance};
 use half::f16;
 use kv_models::{
@@ -22,6 +19,11 @@ use kv_models::{
 };
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
+
+use crate::common::{
+    GgmlType, TINY, copy, device, expected, fixture, max_difference, read_tensors, small, smollm2,
+    tiny, write_gguf, write_vocabulary,
+};
 
 /// Returns a tokenizer with three words; the last ends a text.
 fn words() -> Tokenizer {

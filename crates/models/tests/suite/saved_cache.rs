@@ -4,17 +4,18 @@
 #[cfg(feature = "wgpu")]
 use std::fs;
 
-use crate::common::{
-    assert_contains, device,
-    saved::{Saved, bits, config, pass, text},
-    tiny,
-};
 use burn::tensor::Device;
 use kv_models::{
     LoadOptions, ModelCache, SavedCache, WeightDtype, ids_to_tensor, kv_weights::Activations, load,
     load_with,
 };
 use serde_json::json;
+
+use crate::common::{
+    assert_contains, device,
+    saved::{Saved, bits, config, pass, text},
+    tiny,
+};
 
 /// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
 const MODELS: [&str; 5] =

@@ -1,14 +1,16 @@
 //! Damaged and contradictory files are refused, and no partial file is left.
+
 use std::{collections::BTreeMap, fs, path::Path};
+
+use kv_models::{SavedCache, load};
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+use serde_json::{Value, json};
 
 use crate::common::{
     assert_contains, device,
     saved::{Saved, config, pass},
     tiny,
 };
-use kv_models::{SavedCache, load};
-use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
-use serde_json::{Value, json};
 
 /// Every changed byte and every truncation is detected.
 #[test]

@@ -4,12 +4,9 @@
 //! `expected-16-bit.safetensors` of a tiny checkpoint has the logits of the first 64 tokens of its
 //! first sequence in each type, computed by `AutoModelForCausalLM.from_pretrained(folder, dtype=..,
 //! attn_implementation="eager")`.
+
 use std::{fs, path::Path};
 
-use crate::common::{
-    GgmlType, assert_contains, converted, device, expected, f32s, fixture, max_difference, small,
-    tiny, with_tensors, write_gguf,
-};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Int, Tensor, TensorData},
@@ -20,6 +17,11 @@ use kv_models::{
     llama::Llama, load, load_with, save,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+
+use crate::common::{
+    GgmlType, assert_contains, converted, device, expected, f32s, fixture, max_difference, small,
+    tiny, with_tensors, write_gguf,
+};
 
 /// A type and its bits of precision.
 const TYPES: [(WeightDtype, DType, u32); 2] =

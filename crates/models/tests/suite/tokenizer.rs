@@ -1,16 +1,18 @@
 //! Tokenizers against an independent byte-pair encoder, and pre-tokenizers by their rules.
+
 use std::{
     fs,
     io::{self, Read},
     path::Path,
 };
 
+use kv_models::{Error, Loaded, Tokenizer, load};
+use serde_json::{Value as Json, json};
+
 use crate::common::{
     GgmlType, Value, bos_vocabulary, copy, device, fixture, smollm2, tiny, with_config, write_gguf,
     write_vocabulary,
 };
-use kv_models::{Error, Loaded, Tokenizer, load};
-use serde_json::{Value as Json, json};
 
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]

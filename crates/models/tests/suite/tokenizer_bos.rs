@@ -1,10 +1,12 @@
 //! Texts begin with the begin-of-text token as in transformers and llama.cpp.
+
 use std::{collections::HashMap, fs};
 
-use crate::common::{GgmlType, Value, bos_vocabulary, device, fixture, tiny, write_gguf};
 use kv_models::{SaveOptions, Tokenizer, load, save};
 use serde::Deserialize;
 use serde_json::Value as Json;
+
+use crate::common::{GgmlType, Value, bos_vocabulary, device, fixture, tiny, write_gguf};
 
 /// Ids of a text by transformers and by llama.cpp, see `fixtures/README.md`.
 #[derive(Deserialize)]

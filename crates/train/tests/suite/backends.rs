@@ -2,9 +2,10 @@
 #![cfg(all(feature = "flex", feature = "wgpu"))]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
-use crate::common::{World, config, qat};
 use kv_models::kv_cubecl::{Autodiff, Flex, Target, Wgpu};
 use kv_train::{Objective, Schedule, TrainConfig};
+
+use crate::common::{World, config, qat};
 
 /// Returns the objectives of ten steps, and the last validation.
 fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {

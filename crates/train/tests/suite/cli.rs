@@ -1,12 +1,14 @@
 //! The program `kv-train`: the files of a run, and one clear line for each mistake.
+
 use std::fs;
 
-use crate::common::{K2V2, World, fails, program, succeeds};
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{Autodiff, Flex},
 };
 use kv_train::TrainConfig;
+
+use crate::common::{K2V2, World, fails, program, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 

@@ -1,4 +1,5 @@
 //! Runs that must fail: numbers that are not finite, and invalid settings and folders.
+
 use std::{
     fs,
     sync::{
@@ -7,7 +8,6 @@ use std::{
     },
 };
 
-use crate::common::{World, architecture, config, qat, quantized, sentences, tiny, weights};
 use burn::{
     module::{Module, ModuleMapper, Param},
     tensor::Tensor,
@@ -20,6 +20,8 @@ use kv_models::{
 use kv_train::{
     Adapter, Checkpoints, Error, QatConfig, Resume, Run, Schedule, Texts, TrainConfig, train,
 };
+
+use crate::common::{World, architecture, config, qat, quantized, sentences, tiny, weights};
 
 type Cpu = World<Autodiff<Flex>>;
 

@@ -1,7 +1,7 @@
 //! The folder of a run: refused starts, resume and export.
+
 use std::{collections::BTreeMap, fs, path::Path};
 
-use crate::common::{World, fails, losses, program, qat_args, saved, succeeds};
 use burn::{
     module::{Module, ModuleMapper, Param},
     tensor::Tensor,
@@ -12,6 +12,8 @@ use kv_models::{
     save,
 };
 use kv_train::{Checkpoints, History};
+
+use crate::common::{World, fails, losses, program, qat_args, saved, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 

@@ -1,7 +1,7 @@
 //! Adapters on packed weights: their results, the weights they train, and the weights they keep.
+
 use std::{any::Any, collections::BTreeMap, fs, path::Path};
 
-use crate::common::{World, fails, program, quantized, random, succeeds};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     tensor::{Device, Distribution, Int, Tensor, TensorData},
@@ -14,6 +14,8 @@ use kv_models::{
     load_with, save_quantized,
 };
 use kv_train::{Adapter, Resume, Run, Texts, TrainConfig, Trainable, train};
+
+use crate::common::{World, fails, program, quantized, random, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 

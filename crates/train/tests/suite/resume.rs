@@ -1,4 +1,5 @@
 //! Resuming after kills, damaged files and full disks.
+
 use std::{
     fs,
     path::PathBuf,
@@ -7,9 +8,10 @@ use std::{
     time::Duration,
 };
 
-use crate::common::{Losses, World, fails, program, quantized, random, succeeds};
 use kv_models::kv_cubecl::{Autodiff, Flex};
 use kv_train::{Adapter, Checkpoints, Error, History, Objective, Resume, TrainConfig};
+
+use crate::common::{Losses, World, fails, program, quantized, random, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 

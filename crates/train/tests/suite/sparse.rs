@@ -1,8 +1,8 @@
 //! Training of sparse attention, whose indexers have a loss of their own, and of models that a
 //! config.json describes.
+
 use std::fs;
 
-use crate::common::{VOCAB, World, config, fails, program, random, succeeds};
 use burn::tensor::Tensor;
 use kv_models::{
     ConfigJson, LanguageModel,
@@ -11,6 +11,8 @@ use kv_models::{
 };
 use kv_train::{Error, History, Resume, Schedule, Texts, TrainConfig, Trainable};
 use serde_json::{Value, json};
+
+use crate::common::{VOCAB, World, config, fails, program, random, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 

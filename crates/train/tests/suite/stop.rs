@@ -1,4 +1,5 @@
 //! Runs that are stopped by signals, keys, requests or patience.
+
 use std::{
     fs,
     io::Write,
@@ -12,9 +13,6 @@ use std::{
     time::Duration,
 };
 
-use crate::common::{
-    Losses, World, fails, losses, program, qat_args, quantized, saved, succeeds, weights,
-};
 use burn::module::Module;
 use kv_models::{
     LayerSpec, SaveOptions, WeightDtype,
@@ -23,6 +21,10 @@ use kv_models::{
     save,
 };
 use kv_train::{Checkpoints, Error, History, Resume, Run, Texts, TrainConfig, checkpointed, train};
+
+use crate::common::{
+    Losses, World, fails, losses, program, qat_args, quantized, saved, succeeds, weights,
+};
 
 type Cpu = World<Autodiff<Flex>>;
 

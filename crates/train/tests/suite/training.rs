@@ -1,8 +1,8 @@
 //! Settings of a run have their documented effect. On Flex, equal computations give equal bits, so
 //! losses are compared exactly.
+
 use std::collections::BTreeSet;
 
-use crate::common::{Losses, World, config, qat, quantized, random, weights};
 use burn::{
     module::{Module, ModuleMapper, Param},
     tensor::{DType, Int, Tensor, TensorData},
@@ -14,6 +14,8 @@ use kv_models::{
 use kv_train::{
     Adapter, Objective, QatConfig, Run, Schedule, Texts, TrainConfig, Trainable, train,
 };
+
+use crate::common::{Losses, World, config, qat, quantized, random, weights};
 
 type Cpu = World<Autodiff<Flex>>;
 

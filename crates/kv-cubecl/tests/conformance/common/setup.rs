@@ -216,10 +216,12 @@ pub(crate) fn sampling<T: Target>() -> Option<usize> {
     Some(seed)
 }
 
-/// Returns the cases that are run on this target: see [`sampling`].
+/// Returns the cases that are run on this target, at least one: see [`sampling`].
 pub(crate) fn sampled<T: Target, C>(cases: impl IntoIterator<Item = C>) -> Vec<C> {
     let seed = sampling::<T>();
-    let runs = |i: usize| seed.is_none_or(|seed| (i + seed).is_multiple_of(SAMPLED));
+    let cases: Vec<C> = cases.into_iter().collect();
+    let few = cases.len() < SAMPLED;
+    let runs = |i: usize| few || seed.is_none_or(|seed| (i + seed).is_multiple_of(SAMPLED));
     cases.into_iter().enumerate().filter(|(i, _)| runs(*i)).map(|(_, case)| case).collect()
 }
 

@@ -1,9 +1,18 @@
 //! The tiny checkpoints of DeepSeek-V4, with the logits of the transformers library.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use burn::tensor::Tensor;
-use kv_models::{LanguageModel, ModelCache, load};
+use kv_models::{
+    LanguageModel, ModelCache, Tokenizer,
+    deepseek_v4::{Config, LayerKind, Mode},
+    load,
+    nn::RopeScaling,
+};
+use serde_json::json;
 
 use super::{
     device, expected, golden_in,
@@ -97,4 +106,55 @@ pub(crate) fn host<const D: usize>(logits: Tensor<D>) -> Vec<f32> {
 pub(crate) fn furthest(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// Returns a tokenizer with one word.
+pub(crate) fn words() -> Tokenizer {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null,
+        "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    });
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    Tokenizer::from_file(path, &[]).unwrap()
+}
+
+/// Returns the configuration of a model with a layer of each kind.
+pub(crate) fn small() -> Config {
+    Config {
+        vocab_size: 40,
+        hidden_size: 32,
+        intermediate_size: 16,
+        layers: vec![LayerKind::Selected, LayerKind::All, LayerKind::Window],
+        hash_layers: [0, 2].into(),
+        n_heads: 4,
+        head_dim: 16,
+        rotary_dim: 8,
+        query_rank: 16,
+        output_groups: 2,
+        output_rank: 8,
+        sliding_window: 8,
+        selected_ratio: 2,
+        all_ratio: 8,
+        index_heads: 2,
+        index_head_dim: 8,
+        top_k: 3,
+        n_experts: 3,
+        experts_per_token: 2,
+        routed_scale: 1.5,
+        swiglu_limit: 10.0,
+        streams: 3,
+        sinkhorn_iterations: 5,
+        stream_epsilon: 1e-6,
+        max_positions: 64,
+        norm_epsilon: 1e-6,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        compressed_rope_theta: 100_000.0,
+        compressed_rope_scaling: RopeScaling::Default,
+        mode: Mode::Transformers,
+    }
 }
