@@ -2,6 +2,7 @@
 
 use macerator::{Scalar, Simd, Vector};
 
+use super::widen::WIDENED;
 use crate::simd::{MAX_LANES, load};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
@@ -135,19 +136,37 @@ impl Terms<'_> {
     }
 }
 
-/// A reader of adjacent codes, or of adjacent parts of split codes, one per lane of a vector.
-struct Plane<S: Simd> {
+/// A reader of the codes of consecutive elements, one per lane of a vector. Split codes are read
+/// after [`widen`](super::widen).
+pub(super) struct Codes<S: Simd, const BITS: usize> {
     masks: [Vector<S, u32>; MAX_LANES / 4],
     flip: Vector<S, u32>,
     flipped: Vector<S, f32>,
     place: Vector<S, f32>,
 }
 
-impl<S: Simd> Plane<S> {
-    /// Makes a reader for vectors that start at element `first`, a multiple of the lanes. A word
-    /// holds `CODES` elements.
+impl<S: Simd, const BITS: usize> Codes<S, BITS> {
+    /// The codes of a word.
+    pub(super) const CODES: usize = if CodeLayout::<BITS>::SPLIT { WIDENED } else { 32 / BITS };
+
+    /// Returns the number of words that one vector comes from.
     #[inline(always)]
-    fn at<const CODES: usize>(first: usize) -> Self {
+    fn words() -> usize {
+        (u32::lanes::<S>() / Self::CODES).max(1)
+    }
+
+    /// Makes a reader for vectors that start at element `first`, a multiple of the lanes.
+    #[inline(always)]
+    pub(super) fn at(first: usize) -> Self {
+        match Self::CODES {
+            16 => Self::of::<16>(first),
+            8 => Self::of::<8>(first),
+            _ => Self::of::<4>(first),
+        }
+    }
+
+    #[inline(always)]
+    fn of<const CODES: usize>(first: usize) -> Self {
         let code = first % CODES;
         let mut masks = [load(&Lanes::<CODES>::MASK[code..]); MAX_LANES / 4];
         if u32::lanes::<S>() > CODES {
@@ -164,54 +183,18 @@ impl<S: Simd> Plane<S> {
     }
 
     /// Returns the codes times 2^k, as floats. In lanes where [`Lanes::FLIP`] flips a bit, half the
-    /// range of a code is missing.
+    /// range of a code is missing. [`restore`](Self::restore) corrects both in a sum.
     #[inline(always)]
-    fn read(&self, words: usize, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
+    fn read(&self, word: impl Fn(usize) -> u32) -> Vector<S, f32> {
         let mut codes = word(0).splat::<S>() & self.masks[0];
-        for i in 1..words {
+        for i in 1..Self::words() {
             codes |= word(i).splat::<S>() & self.masks[i];
         }
-        (codes ^ self.flip).reinterpret::<i32>().to_float()
-    }
-}
-
-/// A reader of the codes of consecutive elements, one per lane of a vector.
-pub(super) struct Codes<S: Simd, const BITS: usize> {
-    low: Plane<S>,
-    /// Read only if codes are split.
-    high: Plane<S>,
-}
-
-impl<S: Simd, const BITS: usize> Codes<S, BITS> {
-    /// Returns the number of words that the low bits of one vector come from.
-    #[inline(always)]
-    fn words() -> usize {
-        (u32::lanes::<S>() / CodeLayout::<BITS>::CODES).max(1)
-    }
-
-    /// Makes a reader for vectors that start at element `first`, a multiple of the lanes.
-    #[inline(always)]
-    pub(super) fn at(first: usize) -> Self {
-        let low = match CodeLayout::<BITS>::CODES {
-            16 => Plane::at::<16>(first),
-            8 => Plane::at::<8>(first),
-            _ => Plane::at::<4>(first),
-        };
-        Self { low, high: Plane::at::<32>(first) }
-    }
-
-    /// Returns the codes as floats, in a form that [`restore`](Self::restore) corrects in a sum:
-    /// whole codes are 2^k times too large, and [`Lanes::FLIPPED`] is missing.
-    #[inline(always)]
-    fn read(&self, word: impl Fn(usize) -> u32, high: usize) -> Vector<S, f32> {
-        let low = self.low.read(Self::words(), &word);
-        if CodeLayout::<BITS>::SPLIT {
-            // The k of the high bits differs from that of the low bits, so both are divided here.
-            let high = self.high.read(1, |_| word(high)) * (self.high.place * 4.0.splat());
-            low.mul_add(self.low.place, high)
-        } else {
-            low
+        // A split code leaves bit 31 empty, so its sign needs no care.
+        if !CodeLayout::<BITS>::SPLIT {
+            codes ^= self.flip;
         }
+        codes.reinterpret::<i32>().to_float()
     }
 
     /// Returns, for each query row, the sum over all terms of factor times codes as
@@ -222,7 +205,7 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
     /// slower on Zen 4.
     #[inline(always)]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [Vector<S, f32>; ROWS] {
-        terms.check(Self::words().max(terms.high + 1), ROWS, 1);
+        terms.check(Self::words(), ROWS, 1);
         let mut even = [0.0f32.splat::<S>(); ROWS];
         let mut odd = even;
         for i in 0..terms.n / 2 {
@@ -247,12 +230,11 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
         sums: &mut [Vector<S, f32>; ROWS],
     ) {
         // SAFETY: the words and factors of every term are in the slices, as the caller has checked.
-        let word = |word| unsafe {
+        let codes = self.read(|word| unsafe {
             *terms.words.get_unchecked(i * terms.stride + word * terms.word_stride)
-        };
+        });
         // SAFETY: as above.
         let factor = |row| unsafe { *terms.factors.get_unchecked(row * terms.row_stride + i) };
-        let codes = self.read(word, terms.high);
         for (r, sum) in sums.iter_mut().enumerate() {
             *sum = codes.mul_add(factor(r).splat(), *sum);
         }
@@ -262,12 +244,10 @@ impl<S: Simd, const BITS: usize> Codes<S, BITS> {
     /// returns codes, and adds `base`. `factors` is the sum of the factors in `sum`.
     #[inline(always)]
     pub(super) fn restore(&self, sum: Vector<S, f32>, factors: f32, base: f32) -> Vector<S, f32> {
-        if CodeLayout::<BITS>::SPLIT {
-            let flipped = self.high.flipped.mul_add(4.0.splat(), self.low.flipped);
-            sum + flipped.mul_add(factors.splat(), base.splat())
-        } else {
-            let base = self.low.flipped.mul_add(factors.splat(), base.splat());
-            sum.mul_add(self.low.place, base)
+        let mut base = base.splat();
+        if !CodeLayout::<BITS>::SPLIT {
+            base = self.flipped.mul_add(factors.splat(), base);
         }
+        sum.mul_add(self.place, base)
     }
 }

@@ -18,6 +18,7 @@ use super::{
     codes::{CodeLayout, Codes, Terms},
     quantize::{unpack_parameters, unpack_vector},
     tile::{MAX_ROWS, TILE, TILE_WORDS},
+    widen::{RUN, WHOLE, WIDENED, widen_columns, widen_lines, widened},
 };
 use crate::{
     formats::flex::PackedRun,
@@ -167,19 +168,31 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
         keys.chunks_exact(group_words).take(tokens.div_ceil(group_size)).enumerate()
     {
         let (codes, params) = words.split_at(group_words - head_dim);
-        let (base, factors) = fold::<S, ROWS>(params, query, head_dim, scratch, head_dim);
+        let (folded, wide) = scratch.split_at_mut(MAX_ROWS * head_dim);
+        let (base, factors) = fold::<S, ROWS>(params, query, head_dim, folded, head_dim);
+        let wide: &mut [u32] = bytemuck::cast_slice_mut(wide);
         let in_group = group_size.min(tokens - group * group_size);
         for first in (0..in_group).step_by(lanes) {
             // Prefetches the next group: a share of it with each vector of this one.
             let share = group_words * lanes / group_size;
             simd::prefetch(keys, (group + 1) * group_words + share * (first / lanes), share);
             let reader = Codes::<S, BITS>::at(first);
+            let (words, stride, word_stride) = match CodeLayout::<BITS>::SPLIT {
+                true => {
+                    if first % RUN == 0 {
+                        let words = &codes[CodeLayout::<BITS>::low(first) * head_dim..];
+                        widen_columns(words, head_dim, wide);
+                    }
+                    (&wide[first % RUN / WIDENED..], WHOLE, 1)
+                }
+                false => (&codes[first / Codes::<S, BITS>::CODES * head_dim..], 1, head_dim),
+            };
             let sums = reader.sums::<ROWS>(&Terms {
-                words: &codes[CodeLayout::<BITS>::low(first) * head_dim..],
-                stride: 1,
-                word_stride: head_dim,
-                high: CodeLayout::<BITS>::high(first),
-                factors: scratch,
+                words,
+                stride,
+                word_stride,
+                high: 0,
+                factors: folded,
                 row_stride: head_dim,
                 n: head_dim,
             });
@@ -208,8 +221,17 @@ pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     let tile_len = (TILE_WORDS / width / lanes * lanes).clamp(lanes, TILE);
     let mut params = [0; TILE];
     let mut folded = [[0.0; TILE]; ROWS];
+    let mut wide = [0; widened(TILE_WORDS)];
     for (tile, lines) in values.chunks(tile_len * width).enumerate() {
         let (first, count) = (tile * tile_len, lines.len() / width);
+        let (codes, stride) = match CodeLayout::<BITS>::SPLIT {
+            true => {
+                let stride = widened(n_words);
+                widen_lines(lines, width, n_words, &mut wide);
+                (&wide[..], stride)
+            }
+            false => (lines, width),
+        };
         for group in 0..groups {
             let params = &mut params[..count];
             simd::gather(&lines[n_words + group..], width, params);
@@ -221,10 +243,10 @@ pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
                 simd::prefetch(values, next + share * (channel / lanes), share);
                 let reader = Codes::<S, BITS>::at(channel);
                 let sums = reader.sums::<ROWS>(&Terms {
-                    words: &lines[CodeLayout::<BITS>::low(channel)..],
-                    stride: width,
+                    words: &codes[channel / Codes::<S, BITS>::CODES..],
+                    stride,
                     word_stride: 1,
-                    high: CodeLayout::<BITS>::high(channel),
+                    high: 0,
                     factors: folded.as_flattened(),
                     row_stride: TILE,
                     n: count,

@@ -10,7 +10,12 @@ use super::{
     add_rows_impl, score_rows_impl,
 };
 use crate::{
-    formats::{Codec, Granularity, QuantSpec, flex::SCRATCH_ROWS},
+    formats::{
+        Codec, Granularity, QuantSpec,
+        affine::Affine,
+        flex::{CpuCodec, PackedRun, SCRATCH_ROWS},
+    },
+    layout::PackedLayout,
     simd::{self, MAX_LANES},
 };
 
@@ -197,6 +202,34 @@ fn sums_over_codes_equal_sums_over_restored_tokens_in_every_shape() {
     check::<4, 4>(16, 16);
     check::<8, 1>(256, 128);
     check::<8, 2>(48, 16);
+}
+
+/// The scratch memory for widened codes has room for lines up to some length.
+#[test]
+fn split_codes_of_very_wide_heads_are_restored() {
+    let (tokens, head_dim) = (40, 4096);
+    let spec =
+        |granularity| QuantSpec { format: Codec::Affine, granularity, n_bits: 3, group_size: 32 };
+    let (query, weights) = (wave(head_dim, 0.7), wave(tokens, 1.3));
+    for granularity in [Granularity::PerChannel, Granularity::PerToken] {
+        let spec = spec(granularity);
+        let whole = tokens.next_multiple_of(spec.block_tokens());
+        let (words, _) = packed(&spec, whole, head_dim);
+        let place = PackedLayout { spec, head_dim, tokens: whole };
+        let run = PackedRun { words: &words, place, tokens: 0..tokens, skipped: 0 };
+        let mut results = [vec![0.0; head_dim], vec![0.0; head_dim]];
+        let [actual, expected] = &mut results;
+        if granularity == Granularity::PerChannel {
+            let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * head_dim];
+            Affine.score(&run, &query, actual, tokens, scratch);
+            run.score_restored(&query, expected, tokens);
+        } else {
+            Affine.add(&run, &weights, tokens, actual);
+            run.add_restored(&weights, tokens, expected);
+        }
+        let expected: Vec<f64> = expected.iter().map(|&x| x.into()).collect();
+        assert_near::<1>(&format!("{granularity:?}"), actual, &expected);
+    }
 }
 
 #[test]
