@@ -82,7 +82,7 @@ const fn widen(low: u32, high: u32) -> u32 {
     low | high << 2
 }
 
-/// The same with tables: a byte shuffle looks 4 bits up in a table of 16 bytes.
+/// Widens by lookup: a byte shuffle finds the byte of 4 bits in a table of 16 bytes.
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use core::arch::x86_64::*;
