@@ -178,7 +178,7 @@ mod avx2 {
                     _mm256_storeu_si256(out.cast(), whole);
                 }
             }
-            if n % (2 * SPLIT) != 0 {
+            if !n.is_multiple_of(2 * SPLIT) {
                 let last = &lines[i * width + n - SPLIT..][..SPLIT];
                 widen_runs(last, &mut wide[(i + 1) * stride - WHOLE..]);
             }
