@@ -113,8 +113,6 @@ pub(super) struct Terms<'a> {
     pub(super) stride: usize,
     /// Distance in `words` between the words of one term.
     pub(super) word_stride: usize,
-    /// Index of the word with the high bits of split codes; 0 if codes are whole.
-    pub(super) high: usize,
     pub(super) factors: &'a [f32],
     /// Distance in `factors` from one query row to the next.
     pub(super) row_stride: usize,

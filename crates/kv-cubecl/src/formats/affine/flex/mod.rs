@@ -15,17 +15,24 @@ mod widen;
 
 use super::Affine;
 use crate::{
-    formats::flex::{CpuCodec, PackedRun},
+    formats::{
+        QuantSpec,
+        flex::{CpuCodec, PackedRun},
+    },
     layout::PackedLayout,
     simd,
 };
 
 /// Returns whether attention can read codes without restoring them: every vector of codes must lie
-/// within one group, and widened codes must fit into their scratch memory.
-fn reads_codes(PackedLayout { spec, head_dim, .. }: &PackedLayout) -> bool {
-    let lanes = simd::lanes();
-    spec.group_size.is_multiple_of(lanes)
-        && (spec.n_bits != 3 || spec.words_of_codes(*head_dim) * lanes <= tile::TILE_WORDS)
+/// within one group.
+fn reads_codes(spec: &QuantSpec) -> bool {
+    spec.group_size.is_multiple_of(simd::lanes())
+}
+
+/// Returns whether split codes of as many tokens as a vector has lanes fit into the scratch memory
+/// in which values are widened. Other codes need none.
+fn fits_widened(PackedLayout { spec, head_dim, .. }: &PackedLayout) -> bool {
+    spec.n_bits != 3 || spec.words_of_codes(*head_dim) * simd::lanes() <= tile::TILE_WORDS
 }
 
 impl CpuCodec for Affine {
@@ -53,14 +60,14 @@ impl CpuCodec for Affine {
         n: usize,
         scratch: &mut [f32],
     ) {
-        match reads_codes(&keys.place) {
+        match reads_codes(&keys.place.spec) {
             true => sums::score(keys, query, scores, n, scratch),
             false => keys.score_restored(query, scores, n),
         }
     }
 
     fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
-        match reads_codes(&values.place) {
+        match reads_codes(&values.place.spec) && fits_widened(&values.place) {
             true => sums::add(values, weights, n, o),
             false => values.add_restored(weights, n, o),
         }

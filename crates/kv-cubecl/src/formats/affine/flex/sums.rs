@@ -18,7 +18,7 @@ use super::{
     codes::{CodeLayout, Codes, Terms},
     quantize::{unpack_parameters, unpack_vector},
     tile::{MAX_ROWS, TILE, TILE_WORDS},
-    widen::{RUN, WHOLE, WIDENED, widen_columns, widen_lines, widened},
+    widen::{RUN, WHOLE_WORDS, WIDENED, widen_columns, widen_lines, widened},
 };
 use crate::{
     formats::flex::PackedRun,
@@ -183,7 +183,7 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
                         let words = &codes[CodeLayout::<BITS>::low(first) * head_dim..];
                         widen_columns(words, head_dim, wide);
                     }
-                    (&wide[first % RUN / WIDENED..], WHOLE, 1)
+                    (&wide[first % RUN / WIDENED..], WHOLE_WORDS, 1)
                 }
                 false => (&codes[first / Codes::<S, BITS>::CODES * head_dim..], 1, head_dim),
             };
@@ -191,7 +191,6 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
                 words,
                 stride,
                 word_stride,
-                high: 0,
                 factors: folded,
                 row_stride: head_dim,
                 n: head_dim,
@@ -246,7 +245,6 @@ pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
                     words: &codes[channel / Codes::<S, BITS>::CODES..],
                     stride,
                     word_stride: 1,
-                    high: 0,
                     factors: folded.as_flattened(),
                     row_stride: TILE,
                     n: count,

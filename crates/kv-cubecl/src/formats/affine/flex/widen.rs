@@ -11,14 +11,14 @@ pub(super) const WIDENED: usize = 8;
 pub(super) const RUN: usize = 32;
 
 /// Words of a run before widening.
-const SPLIT: usize = 3;
+const SPLIT_WORDS: usize = 3;
 
 /// Words of a run after widening.
-pub(super) const WHOLE: usize = RUN / WIDENED;
+pub(super) const WHOLE_WORDS: usize = RUN / WIDENED;
 
 /// Returns the words that `n` words take once they are widened.
 pub(super) const fn widened(n: usize) -> usize {
-    n / SPLIT * WHOLE
+    n / SPLIT_WORDS * WHOLE_WORDS
 }
 
 /// Widens the first `n` words of each line of `width` words, and writes them without the rest of
@@ -44,7 +44,7 @@ fn widen_runs(words: &[u32], wide: &mut [u32]) {
 /// Widens `n` runs, which are the columns of three rows of `n` words. The words of a widened run
 /// are adjacent.
 pub(super) fn widen_columns(words: &[u32], n: usize, wide: &mut [u32]) {
-    let (words, wide) = (&words[..SPLIT * n], &mut wide[..WHOLE * n]);
+    let (words, wide) = (&words[..SPLIT_WORDS * n], &mut wide[..WHOLE_WORDS * n]);
     let done = 0;
     #[cfg(target_arch = "x86_64")]
     let done = match is_x86_feature_detected!("avx2") {
@@ -58,7 +58,7 @@ pub(super) fn widen_columns(words: &[u32], n: usize, wide: &mut [u32]) {
 }
 
 #[inline(always)]
-fn widen_run([even, odd, high]: [u32; SPLIT]) -> [u32; WHOLE] {
+fn widen_run([even, odd, high]: [u32; SPLIT_WORDS]) -> [u32; WHOLE_WORDS] {
     [
         widen(even, high),
         widen(even >> 16, high >> 8),
@@ -87,7 +87,7 @@ const fn widen(low: u32, high: u32) -> u32 {
 mod avx2 {
     use core::arch::x86_64::*;
 
-    use super::{SPLIT, WHOLE, widen, widen_runs, widened};
+    use super::{SPLIT_WORDS, WHOLE_WORDS, widen, widen_runs, widened};
 
     /// Words of a vector.
     const LANES: usize = 8;
@@ -113,8 +113,8 @@ mod avx2 {
         high: [__m256i; 2],
     }
 
-    // No closures and no iterators here: the compiler would build them without AVX2, and each
-    // instruction in them would become a call.
+    // No closures here, as in other vector code (see `simd`): the compiler would build them without
+    // AVX2, and each instruction in them would become a call.
     impl Tables {
         #[inline]
         #[target_feature(enable = "avx2")]
@@ -158,7 +158,7 @@ mod avx2 {
     pub(super) fn widen_lines(lines: &[u32], width: usize, n: usize, wide: &mut [u32]) {
         let tables = Tables::new();
         let count = lines.len() / width;
-        let (pairs, stride) = (n / (2 * SPLIT), widened(n));
+        let (pairs, stride) = (n / (2 * SPLIT_WORDS), widened(n));
         // A run is read with the word after it. A line has one after its last run, too: the
         // parameters of a group.
         assert!(n < width && wide.len() >= count * stride);
@@ -167,8 +167,8 @@ mod avx2 {
                 // SAFETY: the words of the pair, the one after it, and the place for the whole
                 // codes are in the slices, as asserted.
                 unsafe {
-                    let first = lines.as_ptr().add(i * width + pair * 2 * SPLIT);
-                    let runs = _mm256_loadu2_m128i(first.add(SPLIT).cast(), first.cast());
+                    let first = lines.as_ptr().add(i * width + pair * 2 * SPLIT_WORDS);
+                    let runs = _mm256_loadu2_m128i(first.add(SPLIT_WORDS).cast(), first.cast());
                     let [lower, upper] = nibbles(runs);
                     let [low, _] = bytes(tables.low([lower, upper]));
                     let [_, high] = bytes([lower, upper]);
@@ -178,9 +178,9 @@ mod avx2 {
                     _mm256_storeu_si256(out.cast(), whole);
                 }
             }
-            if !n.is_multiple_of(2 * SPLIT) {
-                let last = &lines[i * width + n - SPLIT..][..SPLIT];
-                widen_runs(last, &mut wide[(i + 1) * stride - WHOLE..]);
+            if !n.is_multiple_of(2 * SPLIT_WORDS) {
+                let last = &lines[i * width + n - SPLIT_WORDS..][..SPLIT_WORDS];
+                widen_runs(last, &mut wide[(i + 1) * stride - WHOLE_WORDS..]);
             }
         }
     }
@@ -188,7 +188,7 @@ mod avx2 {
     /// Widens as many columns as whole vectors have, and returns their number.
     #[target_feature(enable = "avx2")]
     pub(super) fn widen_columns(words: &[u32], n: usize, wide: &mut [u32]) -> usize {
-        assert!(words.len() == SPLIT * n && wide.len() == WHOLE * n);
+        assert!(words.len() == SPLIT_WORDS * n && wide.len() == WHOLE_WORDS * n);
         let tables = Tables::new();
         let whole = n / LANES * LANES;
         for first in (0..whole).step_by(LANES) {
@@ -208,7 +208,7 @@ mod avx2 {
             let [lower, upper] = [bytes(tables.high(lower)), bytes(tables.high(upper))];
             // SAFETY: each column has room for four words, as asserted.
             unsafe {
-                let mut wide = wide.as_mut_ptr().add(first * WHOLE);
+                let mut wide = wide.as_mut_ptr().add(first * WHOLE_WORDS);
                 for (low, high) in [
                     (_mm256_unpacklo_epi64(a, c), _mm256_unpacklo_epi16(lower[0], upper[0])),
                     (_mm256_unpackhi_epi64(a, c), _mm256_unpackhi_epi16(lower[0], upper[0])),
@@ -217,9 +217,9 @@ mod avx2 {
                 ] {
                     // Column i is in the lower half, column i + 4 in the upper half.
                     let both = _mm256_or_si256(low, high);
-                    let far = wide.add(LANES / 2 * WHOLE);
+                    let far = wide.add(LANES / 2 * WHOLE_WORDS);
                     _mm256_storeu2_m128i(far.cast(), wide.cast(), both);
-                    wide = wide.add(WHOLE);
+                    wide = wide.add(WHOLE_WORDS);
                 }
             }
         }
@@ -240,14 +240,14 @@ mod tests {
 
     /// The words of some runs, and the words that hold each code in 4 bits.
     fn runs(n: usize) -> (Vec<u32>, Vec<u32>) {
-        let mut words = vec![0u32; SPLIT * n];
-        let mut wide = vec![0u32; WHOLE * n];
+        let mut words = vec![0u32; SPLIT_WORDS * n];
+        let mut wide = vec![0u32; WHOLE_WORDS * n];
         for i in 0..RUN * n {
             let code = (i * i / 7 + i / 3) as u32 % 8;
             let (run, i) = (i / RUN, i % RUN);
-            words[SPLIT * run + i / 16] |= (code & 3) << (2 * (i % 16));
-            words[SPLIT * run + 2] |= code >> 2 << i;
-            wide[WHOLE * run + i / WIDENED] |= code << (4 * (i % WIDENED));
+            words[SPLIT_WORDS * run + i / 16] |= (code & 3) << (2 * (i % 16));
+            words[SPLIT_WORDS * run + 2] |= code >> 2 << i;
+            wide[WHOLE_WORDS * run + i / WIDENED] |= code << (4 * (i % WIDENED));
         }
         (words, wide)
     }
@@ -256,7 +256,8 @@ mod tests {
     fn columns() {
         for n in [1, 7, 8, 20, 64] {
             let (words, expected) = runs(n);
-            let rows: Vec<u32> = (0..words.len()).map(|i| words[i % n * SPLIT + i / n]).collect();
+            let rows: Vec<u32> =
+                (0..words.len()).map(|i| words[i % n * SPLIT_WORDS + i / n]).collect();
             let mut wide = vec![u32::MAX; expected.len()];
             widen_columns(&rows, n, &mut wide);
             assert_eq!(wide, expected, "{n} columns");
@@ -267,7 +268,7 @@ mod tests {
     fn lines() {
         for in_line in 1..6 {
             let (words, expected) = runs(3 * in_line);
-            let n = SPLIT * in_line;
+            let n = SPLIT_WORDS * in_line;
             let lines: Vec<u32> =
                 words.chunks(n).flat_map(|line| [line, &[u32::MAX]].concat()).collect();
             let mut wide = vec![u32::MAX; expected.len()];

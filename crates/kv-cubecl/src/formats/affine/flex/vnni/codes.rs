@@ -115,12 +115,13 @@ impl<const BITS: usize> Codes<BITS> {
     /// 2^k times, as they are not shifted down.
     ///
     /// A step is a quad of terms. Its factors are digits, as
-    /// [`to_digits`](super::digits::to_digits) writes them.
+    /// [`to_digits`](super::digits::to_digits) writes them. `high` is the index of the word with
+    /// the high bits of split codes; 0 if codes are whole.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-    pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>) -> [__m512; ROWS] {
-        terms.check(Self::WORDS.max(terms.high + 1), ROWS, QUAD);
-        let half = usize::from(terms.high == 1);
+    pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>, high: usize) -> [__m512; ROWS] {
+        terms.check(Self::WORDS.max(high + 1), ROWS, QUAD);
+        let half = usize::from(high == 1);
         let bytes_of_bits = load(BYTES_OF_BITS[half].as_flattened());
         let [rotate_low, rotate_high] = [load(&ROTATIONS[0]), load(&ROTATIONS[1])];
         let mut sums = [[_mm512_setzero_si512(); DIGITS]; ROWS];
@@ -145,10 +146,10 @@ impl<const BITS: usize> Codes<BITS> {
             }
             codes = _mm512_and_si512(codes, self.mask);
             if CodeLayout::<BITS>::SPLIT {
-                let high = _mm512_broadcast_i32x4(words(terms.high));
-                let high = _mm512_shuffle_epi8(high, bytes_of_bits);
-                let high = _mm512_rorv_epi32(high, rotate_high);
-                codes = _mm512_or_si512(codes, _mm512_and_si512(high, _mm512_set1_epi8(4)));
+                let bits = _mm512_broadcast_i32x4(words(high));
+                let bits = _mm512_shuffle_epi8(bits, bytes_of_bits);
+                let bits = _mm512_rorv_epi32(bits, rotate_high);
+                codes = _mm512_or_si512(codes, _mm512_and_si512(bits, _mm512_set1_epi8(4)));
             }
             for (row, sums) in sums.iter_mut().enumerate() {
                 for (digit, sum) in sums.iter_mut().enumerate() {

@@ -132,15 +132,15 @@ fn score<const BITS: usize, const ROWS: usize>(
             // folded already, and the following one is about to be.
             let share = group_words * LANES / group_size;
             simd::prefetch(keys, (group + 3) * group_words + share * (first / LANES), share);
-            let sums = reader.sums::<ROWS>(&Terms {
+            let terms = Terms {
                 words: &words[CodeLayout::<BITS>::low(first) * head_dim..],
                 stride: QUAD,
                 word_stride: head_dim,
-                high: CodeLayout::<BITS>::high(first),
                 factors: digits,
                 row_stride: head_dim,
                 n: head_dim / QUAD,
-            });
+            };
+            let sums = reader.sums::<ROWS>(&terms, CodeLayout::<BITS>::high(first));
             for row in 0..ROWS {
                 let scored = reader.restore(sums[row], unit[row], folded.base[row]);
                 let wanted = LANES.min(in_group - first);
@@ -211,15 +211,15 @@ fn add<const BITS: usize, const ROWS: usize>(
                 let share = tile_len * line.width * LANES / head_dim;
                 let next = (first + tile_len) * line.width;
                 simd::prefetch(values, next + share * (channel / LANES), share);
-                let sums = reader.sums::<ROWS>(&Terms {
+                let terms = Terms {
                     words: &quads[CodeLayout::<BITS>::low(channel) * QUAD..],
                     stride: line.words * QUAD,
                     word_stride: QUAD,
-                    high: CodeLayout::<BITS>::high(channel),
                     factors: digits,
                     row_stride: TILE,
                     n: count.div_ceil(QUAD),
-                });
+                };
+                let sums = reader.sums::<ROWS>(&terms, CodeLayout::<BITS>::high(channel));
                 for row in 0..ROWS {
                     let added = reader.restore(sums[row], unit[row], folded.base[row]);
                     let o = &mut o[row * head_dim + channel..][..LANES];
