@@ -3,28 +3,22 @@
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     Attention, AttentionOptions, CacheFloat, CacheShape, FakeQuantOptions, FrameCache, FrameConfig,
-    Frames, KvCacheConfig, KvFormat, On, Side, Sides, Target, frame_attention,
+    Frames, KvFormat, On, Side, Target, frame_attention,
     reference::{self, RowOptions, StreamOracle, attend_row_with},
 };
 
 use crate::common::{CLOSE, Host, Rng, close, equal_bits, skipped, stamp};
 
+#[cfg(feature = "autodiff")]
+mod gradients;
+mod limits;
+
 stamp!(
     any_updates_peeks_and_rewrites,
     all_frames_at_once,
     a_long_stream_goes_on_like_a_short_one,
-    what_does_not_fit_changes_nothing,
-    memory_is_that_of_the_ring,
     scores_are_changed_as_options_say
 );
-
-#[cfg(feature = "autodiff")]
-mod training {
-    use super::gradients_pass_straight_through;
-    use crate::common::stamp_autodiff;
-
-    stamp_autodiff!(gradients_pass_straight_through);
-}
 
 const HEAD_DIM: usize = 16;
 
@@ -344,92 +338,6 @@ fn all_frames_at_once<T: Target>(device: &On<T>) {
     }
 }
 
-#[cfg(feature = "autodiff")]
-impl Case {
-    /// Marks the elements of all frames beyond the scale that was taken from frames; empty where no
-    /// scale is.
-    fn saturated(&self, side: Side) -> Vec<bool> {
-        if !of_frames(self.config.format.format(side)) {
-            return vec![];
-        }
-        let CacheShape { batch, n_kv_heads, .. } = self.shape;
-        let sinks = self.config.sinks.tokens(self.config.tokens_per_frame) * HEAD_DIM;
-        let lanes = (0..batch * n_kv_heads).flat_map(|lane| {
-            let (rows, amax) = self.amax(side, lane, &self.frames);
-            let beyond = |(rows, amax): (&Vec<f32>, f32)| {
-                rows.iter().map(|x| x.abs() > amax).collect::<Vec<_>>()
-            };
-            let after = rows.iter().zip(amax).flat_map(beyond);
-            core::iter::repeat_n(false, sinks).chain(after).collect::<Vec<_>>()
-        });
-        lanes.collect()
-    }
-}
-
-/// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as
-/// they are.
-#[cfg(feature = "autodiff")]
-fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
-    use kv_cubecl::reference::attend_row_backward;
-
-    for (seed, of) in (110..).zip(CONFIGS) {
-        let case = sequence(of, seed);
-        let KvCacheConfig { keys, values, .. } = case.config.format;
-        // Saturated elements are only known before the Hadamard transform is undone.
-        let transformed =
-            case.config.format.uses_hadamard_keys() || case.config.format.uses_hadamard_values();
-        let unclear = transformed && (of_frames(keys) || of_frames(values));
-        if unclear || lacks(device, case.config.format.float) {
-            continue;
-        }
-        let whole = case.whole();
-        let weight = Host::normal(&mut Rng::new(seed + 1000), whole[0].shape);
-        let inputs = whole.clone().map(|side| side.on(device).require_grad());
-        let grads = (case.at_once(inputs.clone()) * weight.on(device)).sum().backward();
-        let got = inputs.map(|input| Host::of(input.grad(&grads).expect("a gradient")));
-
-        let (n_rep, n_tokens) = (case.n_heads / case.shape.n_kv_heads, whole[0].shape[2]);
-        let mut want = whole.each_ref().map(|side| vec![0.0; side.data.len()]);
-        let saturated = Sides::from_fn(|side| case.saturated(side));
-        for (frame, new) in case.frames.iter().enumerate() {
-            let lanes = case.seen(&case.frames[..frame], new);
-            for (head, token) in (0..2 * case.n_heads).flat_map(|h| (0..of.1).map(move |t| (h, t)))
-            {
-                let (lane, at) =
-                    (head / n_rep, (head * n_tokens + frame * of.1 + token) * HEAD_DIM);
-                let [query, grad] =
-                    [&whole[0], &weight].map(|side| wide(&side.data[at..][..HEAD_DIM]));
-                let (seen, options) = (&lanes[lane], RowOptions::default());
-                let row = attend_row_backward(&query, &seen.keys(), &seen.values(), &grad, options);
-                let mut add = |side: usize, at: usize, from: &[f64]| {
-                    want[side][at..].iter_mut().zip(from).for_each(|(to, from)| *to += from);
-                };
-                add(0, at, &row.query);
-                for ((token, key), value) in seen.tokens.iter().zip(&row.keys).zip(&row.values) {
-                    let at = (lane * n_tokens + token) * HEAD_DIM;
-                    let own = *token >= frame * of.1;
-                    for (i, (side, grad)) in
-                        [(Side::Keys, key), (Side::Values, value)].into_iter().enumerate()
-                    {
-                        let saturates = |channel: usize| {
-                            !own && saturated[side].get(at + channel).is_some_and(|&yes| yes)
-                        };
-                        let grad: Vec<f64> = grad
-                            .iter()
-                            .enumerate()
-                            .map(|(i, &x)| if saturates(i) { 0.0 } else { x })
-                            .collect();
-                        add(1 + i, at, &grad);
-                    }
-                }
-            }
-        }
-        for ((name, got), want) in ["query", "key", "value"].iter().zip(&got).zip(&want) {
-            close(format!("{of:?}, {name}"), got, want, 5.0 * CLOSE);
-        }
-    }
-}
-
 /// Positions repeat: after as many frames as they take to, a cache gives the same bits for the same
 /// frames.
 fn a_long_stream_goes_on_like_a_short_one<T: Target>(device: &On<T>) {
@@ -458,73 +366,6 @@ fn a_long_stream_goes_on_like_a_short_one<T: Target>(device: &On<T>) {
             let got = Host { data: long.clone(), shape: [1, 1, of.1, HEAD_DIM] };
             close(format!("{of:?}, frame {frame}"), &got, &want, CLOSE);
         }
-    }
-}
-
-/// Errors name the tensor and the rule, and leave the cache as it was.
-fn what_does_not_fit_changes_nothing<T: Target>(device: &On<T>) {
-    let case = Case::new(config(("k4v4-g8-r8", 8, 3, 0)), [1, 2, 1]);
-    let mut cache = case.cache(device);
-    let mut rng = Rng::new(7);
-    let tensor = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &**device);
-    let message = |error: kv_cubecl::Error| error.to_string();
-    let [query, key, value] = on(&case.random(&mut rng), device);
-    let empty = cache.overwrite(query.clone(), key.clone(), value.clone()).unwrap_err();
-    assert!(message(empty).contains("overwrite of a cache of 0 frames"));
-    for _ in 0..4 {
-        let [query, key, value] = on(&case.random(&mut rng), device);
-        cache.update(query, key, value).unwrap();
-    }
-    let before = Host::of(cache.peek(query.clone(), key.clone(), value.clone()).unwrap().output);
-    let d = HEAD_DIM;
-    for (shapes, wanted) in [
-        (
-            [[1, 2, 9, d], [1, 1, 8, d], [1, 1, 8, d]],
-            "query has shape [1, 2, 9, 16]: must be one frame",
-        ),
-        ([[1, 2, 16, d], [1, 1, 16, d], [1, 1, 16, d]], "must be one frame of 8 tokens"),
-        ([[1, 2, 8, d], [1, 2, 8, d], [1, 2, 8, d]], "the cache holds batch 1, n_kv_heads 1"),
-        ([[2, 2, 8, d], [2, 1, 8, d], [2, 1, 8, d]], "the cache holds batch 1, n_kv_heads 1"),
-        ([[1, 2, 8, d], [1, 1, 8, d], [1, 1, 8, 32]], "value has shape [1, 1, 8, 32]: the cache"),
-    ] {
-        let qkv = || shapes.map(tensor);
-        let [q, k, v] = qkv();
-        assert!(message(cache.peek(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
-        let [q, k, v] = qkv();
-        assert!(message(cache.update(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
-        let [q, k, v] = qkv();
-        assert!(message(cache.overwrite(q, k, v).unwrap_err()).contains(wanted), "{wanted}");
-        assert_eq!(cache.written(), Frames(4));
-    }
-    let after = Host::of(cache.peek(query, key, value).unwrap().output);
-    equal_bits("after errors", &after.data, &before.data);
-}
-
-/// A ring takes what its frames take, whatever has passed through it: the frames that a frame sees
-/// and one more.
-fn memory_is_that_of_the_ring<T: Target>(device: &On<T>) {
-    let case = Case::new(config(("float", 8, 5, 1)), [1, 2, 2]);
-    let mut cache = case.cache(device);
-    let bytes = cache.memory_bytes();
-    // Keys and values of 5 frames and a sink, 2 heads; nothing of a format without a window is in
-    // float, but for sinks.
-    assert_eq!(bytes.floats, 2 * 6 * 8 * 2 * HEAD_DIM * 4);
-    let int8 = FrameConfig::new("kint8vint8".parse().unwrap(), 8, Frames(5));
-    let int8 = FrameCache::new(&int8, case.shape, device).unwrap().memory_bytes();
-    // A code for each number, and a scale of two bytes for each row, for each head in whole vectors
-    // of words.
-    let head = (5 * 8 * (HEAD_DIM + 2usize)).next_multiple_of(16);
-    assert_eq!((int8.keys, int8.values), (2 * head, 2 * head));
-    assert!(int8.floats <= 2 * HEAD_DIM * 4, "{} bytes in float", int8.floats);
-    let mut rng = Rng::new(8);
-    for frames in 0..13 {
-        // Of the frames before, 4 and the sink at most.
-        let seen = 5.min(frames);
-        assert_eq!(cache.seen(), Frames(seen as u64));
-        assert_eq!(cache.bytes_read(), 2 * seen * 8 * 2 * HEAD_DIM * 4, "{frames} frames");
-        let [query, key, value] = on(&case.random(&mut rng), device);
-        cache.update(query, key, value).unwrap();
-        assert_eq!(cache.memory_bytes(), bytes);
     }
 }
 

@@ -1,15 +1,15 @@
 //! Random sequences of everything a cache can do, against lists of tokens.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use kv_cubecl::{
-    CacheShape, Error, Flush, KvCache, KvCacheConfig, On, QuantizedCounts, Side, Target,
-    reference::StreamOracle,
-};
+use kv_cubecl::{CacheShape, Error, Flush, KvCache, KvCacheConfig, On, Side, Target};
 
+use self::sequence::Sequence;
 use crate::{
     common::{CLOSE, Host, Rng, close, sample, stamp, windows},
     ragged::poison,
 };
+
+mod sequence;
 
 stamp!(any_operations);
 
@@ -18,52 +18,6 @@ const N_HEADS: usize = 2;
 const N_KV_HEADS: usize = 1;
 /// Operations of a run.
 const OPERATIONS: usize = 12;
-
-/// The keys and values of one sequence, token by token, each `[n_kv_heads, head_dim]`.
-#[derive(Clone, Debug, Default)]
-struct Sequence {
-    keys: Vec<Vec<f32>>,
-    values: Vec<Vec<f32>>,
-}
-
-impl Sequence {
-    /// Returns the oracle's output for the last `queries`, each `[n_heads, head_dim]`, as `[tokens,
-    /// n_heads, head_dim]`, and its counts after the last token.
-    fn attend(&self, config: &KvCacheConfig, queries: &[Vec<f32>]) -> (Vec<f64>, QuantizedCounts) {
-        let shape = CacheShape::new(1, N_KV_HEADS, HEAD_DIM);
-        let mut oracle = StreamOracle::new(config, shape);
-        let first = self.keys.len() - queries.len();
-        let (mut output, mut counts) = (Vec::new(), QuantizedCounts::default());
-        for (t, (key, value)) in self.keys.iter().zip(&self.values).enumerate() {
-            counts = match t.checked_sub(first) {
-                Some(row) => {
-                    let (rows, counts) = oracle.step(&queries[row], key, value);
-                    output.extend(rows);
-                    counts
-                }
-                None => oracle.append(key, value),
-            };
-        }
-        (output, counts)
-    }
-
-    /// The keys and values of all tokens as the last of them sees them.
-    fn seen(&self, config: &KvCacheConfig) -> Sequence {
-        let mut oracle = StreamOracle::new(config, CacheShape::new(1, N_KV_HEADS, HEAD_DIM));
-        let mut seen = Sequence::default();
-        for (t, (key, value)) in self.keys.iter().zip(&self.values).enumerate() {
-            oracle.step_with(key, value, |lanes| {
-                if t + 1 == self.keys.len() {
-                    let all: Vec<usize> = (0..=t).collect();
-                    let f32s = |row: &&[f64]| row.iter().map(|&x| x as f32).collect();
-                    seen.keys = lanes[0].keys(&all).iter().map(f32s).collect();
-                    seen.values = lanes[0].values(&all).iter().map(f32s).collect();
-                }
-            });
-        }
-        seen
-    }
-}
 
 /// A cache and what it should hold.
 #[derive(Clone)]

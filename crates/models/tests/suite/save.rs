@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use burn::tensor::{Device, Tensor, Tolerance};
+use burn::tensor::{Device, Tensor};
 use half::f16;
 use kv_models::{
     Error, KV_CACHE_FILE, LanguageModel, LayerSpec, ModelCacheConfig, SaveOptions, Tokenizer,
@@ -437,5 +437,7 @@ fn a_model_in_training_is_saved() {
     let again = load(folder.path(), &device()).unwrap().model;
     // With gradients, other operations compute the same values.
     let [again, trained] = [logits(&again, &device()), logits(&model, &training)];
-    again.to_data().assert_approx_eq(&trained.to_data(), Tolerance::<f32>::absolute(1e-5));
+    again
+        .to_data()
+        .assert_approx_eq(&trained.to_data(), burn::tensor::Tolerance::<f32>::absolute(1e-5));
 }
