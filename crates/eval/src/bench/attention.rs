@@ -74,6 +74,9 @@ impl AttentionPlan {
         context: usize,
     ) -> Result<u64> {
         self.check()?;
+        if context == 0 {
+            return Err(Error::plan("contexts", 0, "must be at least 1"));
+        }
         let tokens = context.saturating_add(self.appended());
         let mut layers = vec![];
         for config in caches {

@@ -266,6 +266,7 @@ fn a_wrong_argument_is_named() {
     for (args, part) in [
         (vec!["decode-attention", "--heads", "5"], "heads 5: must be a multiple of the 3 kv heads"),
         (vec!["decode-attention", "--samples", "0"], "samples 0: must be at least 1"),
+        (vec!["decode-attention", "--contexts", "0"], "contexts 0: must be at least 1"),
         (vec!["flush", "--batch", "0"], "batch 0: must be at least 1"),
         (vec!["decode-attention", "--head-dim", "50", "--cache", "k2v2"], "head_dim"),
         (vec!["quantize", "--group-size", "5"], "group_size 5"),

@@ -12,7 +12,7 @@ pub(super) fn nearest(text: &str) -> Option<String> {
     if let Some(preset) = presets.find(|preset| osa_distance(&text, preset) <= 2) {
         return Some(preset.to_string());
     }
-    let mut parts = text.split(['-', '_', ' ']);
+    let mut parts = text.split(['-', '_', ' ', ',']);
     let first = parts.next().unwrap_or_default();
     let sides = || KvFormat::ALL.iter().map(|format| format.name());
     // The first of equally near names wins, so names with equal sides come first.
@@ -56,6 +56,7 @@ mod tests {
     fn mistyped_names_have_nearest_names() {
         for (typed, meant) in [
             ("k4v44", "k4v4"),
+            ("k3v3,k4v4", "k3v3"),
             ("K4V4", "k4v4"),
             ("kv4", "k4v4"),
             ("flaot", "float"),
