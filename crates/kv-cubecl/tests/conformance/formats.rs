@@ -16,7 +16,7 @@ use crate::common::{Host, Rng, equal_bits, stamp};
 
 mod odd_numbers;
 
-stamp!(format_files, frame_files, every_code_restores, every_number_is_cast, random_sides,);
+stamp!(format_files, frame_files, every_code_restores, every_number_is_cast, random_sides);
 
 /// Formats and what the files call them. With `int8_channel` all tokens of a channel are one group.
 const FILES: &[(KvFormat, &str)] = &[

@@ -12,6 +12,7 @@ pub(super) fn nearest(text: &str) -> Option<String> {
     if let Some(preset) = presets.find(|preset| osa_distance(&text, preset) <= 2) {
         return Some(preset.to_string());
     }
+    // Of several names in one value, the first counts.
     let mut parts = text.split(['-', '_', ' ', ',']);
     let first = parts.next().unwrap_or_default();
     let sides = || KvFormat::ALL.iter().map(|format| format.name());

@@ -430,6 +430,8 @@ fn a_trained_vocabulary_is_saved() {
 #[cfg(feature = "autodiff")]
 #[test]
 fn a_model_in_training_is_saved() {
+    use burn::tensor::Tolerance;
+
     let training = device().autodiff();
     let folder = tempfile::tempdir().unwrap();
     let model = LanguageModel::new(Llama::init(small(), &training));
@@ -437,7 +439,5 @@ fn a_model_in_training_is_saved() {
     let again = load(folder.path(), &device()).unwrap().model;
     // With gradients, other operations compute the same values.
     let [again, trained] = [logits(&again, &device()), logits(&model, &training)];
-    again
-        .to_data()
-        .assert_approx_eq(&trained.to_data(), burn::tensor::Tolerance::<f32>::absolute(1e-5));
+    again.to_data().assert_approx_eq(&trained.to_data(), Tolerance::<f32>::absolute(1e-5));
 }

@@ -11,8 +11,8 @@ use crate::common::{CLOSE, Host, Rng, close, stamp_autodiff};
 stamp_autodiff!(gradients_pass_straight_through);
 
 impl Case {
-    /// Marks the elements of all frames beyond the scale that was taken from frames; empty where no
-    /// scale is.
+    /// Marks the elements of all frames that exceed the scale of their frame. Empty for a format
+    /// without such scales.
     fn saturated(&self, side: Side) -> Vec<bool> {
         if !of_frames(self.config.format.format(side)) {
             return vec![];
@@ -31,8 +31,8 @@ impl Case {
     }
 }
 
-/// Gradients of the closed form are those of attention to what is seen, which pass the quantizer as
-/// they are.
+/// The closed form has the gradients of attention to the restored tokens. The quantizer passes them
+/// on unchanged, except for numbers beyond the scale of their frame, whose gradient is 0.
 fn gradients_pass_straight_through<T: Target>(device: &On<T>) {
     for (seed, of) in (110..).zip(CONFIGS) {
         let case = sequence(of, seed);
