@@ -44,6 +44,7 @@ mod sparse_gradients;
 #[cfg(feature = "autodiff")]
 mod sparse_index_loss;
 mod sparse_inputs;
+mod sparse_long;
 mod sparse_memory;
 mod sparse_recall;
 mod sparse_select;

@@ -20,16 +20,25 @@ const TOKENS: usize = 4;
 const HEADS: usize = 64;
 
 /// Independent normal keys are the hardest case: scores are as dense as can be where the selection
-/// ends, so that the least rounding changes it. The bounds are what such keys allow, less a margin
-/// of a few hundredths for another seed.
+/// ends, so that the least rounding changes it, and the more so the smaller the share of entries
+/// that is selected. The bounds are what such keys allow, less a margin of a few hundredths for
+/// another seed.
 fn keys_of_few_bits_select_what_exact_keys_select<T: Target>(on: &On<T>) {
-    let sizes: &[usize] = if T::NAME == "flex" { &[1 << 10, 16 << 10] } else { &[1 << 10] };
+    let sizes: &[usize] = match T::NAME {
+        "flex" => &[1 << 10, 16 << 10, 64 << 10, 256 << 10],
+        _ => &[1 << 10],
+    };
     for &n in sizes {
         for outliers in [false, true] {
             let recall = recalls(on, n, outliers);
             let [eight, four, four_hadamard] = recall;
-            assert!(eight >= 0.92, "{n} keys in 8 bits: {recall:?}");
-            assert!(four_hadamard >= 0.84, "{n} keys in 4 bits after Hadamard: {recall:?}");
+            println!(
+                "{n} keys, outliers: {outliers}: E4M3 {eight:.3}, E2M1 {four:.3}, \
+                 after Hadamard {four_hadamard:.3}"
+            );
+            let [least_eight, least_four] = if n > 16 << 10 { [0.88, 0.76] } else { [0.92, 0.84] };
+            assert!(eight >= least_eight, "{n} keys in 8 bits: {recall:?}");
+            assert!(four_hadamard >= least_four, "{n} keys in 4 bits after Hadamard: {recall:?}");
             // The transform spreads outliers over all channels.
             assert!(!outliers || four_hadamard >= four + 0.06, "{n} keys: {recall:?}");
         }

@@ -13,8 +13,9 @@ use super::tensors::{arg, dims, empty_like, launched, writable};
 use crate::{
     KvCacheOps,
     kernels::sparse::{
-        AttendBindings, PoolBindings, ScoreProblem, SelectProblem, launch_attend, launch_pool,
-        launch_put_codes, launch_put_floats, launch_scores, launch_select, launch_tail,
+        AttendBindings, AttendProblem, PoolBindings, ScoreProblem, SelectProblem, launch_attend,
+        launch_merge, launch_pool, launch_put_codes, launch_put_floats, launch_scores,
+        launch_select, launch_tail,
     },
     sparse::{
         AttendInputs, AttendPlan, Compression, PoolInputs, PoolPlan, RowLayout, Rows, SparseOps,
@@ -146,6 +147,8 @@ impl SparseOps for CubeBackend {
         let shape = dims(&query);
         let [_, _, top_k]: [usize; 3] = selected.meta.shape().dims();
         let output: CubeTensor = empty_like(&query, shape, DType::F32);
+        let problem = AttendProblem::new(shape, top_k, &plan);
+        let sums = problem.sums().map(|shape| empty_like(&query, shape, DType::F32));
         let bindings = AttendBindings {
             query: arg(&query),
             window: arg(&window),
@@ -154,9 +157,13 @@ impl SparseOps for CubeBackend {
             selected: arg(&selected),
             sink_logits: arg(&sink_logits),
             span: arg(&span),
-            output: arg(&output),
+            output: arg(sums.as_ref().unwrap_or(&output)),
         };
-        launched(launch_attend(&query.client, bindings, shape, top_k, &plan));
+        launched(launch_attend(&query.client, bindings, problem, &plan));
+        if let Some(sums) = &sums {
+            let bindings = [arg(sums), arg(&sink_logits), arg(&output)];
+            launched(launch_merge(&query.client, bindings, problem));
+        }
         output
     }
 }

@@ -7,7 +7,7 @@ mod score;
 mod select;
 mod store;
 
-pub(crate) use attend::{AttendBindings, launch_attend};
+pub(crate) use attend::{AttendBindings, AttendProblem, launch_attend, launch_merge};
 pub(crate) use pool::{PoolBindings, launch_pool};
 pub(crate) use score::{ScoreProblem, launch_scores};
 pub(crate) use select::{SelectProblem, launch_select};
