@@ -31,22 +31,25 @@ fn keys_of_few_bits_select_what_exact_keys_select<T: Target>(on: &On<T>) {
     for &n in sizes {
         for outliers in [false, true] {
             let recall = recalls(on, n, outliers);
-            let [eight, four, four_hadamard] = recall;
+            let [eight, four, four_hadamard, int8_hadamard] = recall;
             println!(
-                "{n} keys, outliers: {outliers}: E4M3 {eight:.3}, E2M1 {four:.3}, \
-                 after Hadamard {four_hadamard:.3}"
+                "{n} keys, outliers: {outliers}: E4M3 {eight:.3}, E2M1 {four:.3}, after Hadamard \
+                 E2M1 {four_hadamard:.3}, int8 {int8_hadamard:.3}"
             );
             let [least_eight, least_four] = if n > 16 << 10 { [0.88, 0.76] } else { [0.92, 0.84] };
             assert!(eight >= least_eight, "{n} keys in 8 bits: {recall:?}");
             assert!(four_hadamard >= least_four, "{n} keys in 4 bits after Hadamard: {recall:?}");
+            // Of as many bits as E4M3, but with equal steps: a transformed key has no outlier.
+            assert!(int8_hadamard >= 0.98, "{n} keys as bytes after Hadamard: {recall:?}");
             // The transform spreads outliers over all channels.
             assert!(!outliers || four_hadamard >= four + 0.06, "{n} keys: {recall:?}");
         }
     }
 }
 
-/// Returns the recall of E4M3 keys, and of E2M1 keys without and with the Hadamard transform.
-fn recalls<T: Target>(on: &On<T>, n: usize, outliers: bool) -> [f64; 3] {
+/// Returns the recall of E4M3 keys, of E2M1 keys without and with the Hadamard transform, and of
+/// signed bytes with it.
+fn recalls<T: Target>(on: &On<T>, n: usize, outliers: bool) -> [f64; 4] {
     let rng = &mut Rng::new(7);
     let mut tensor = |shape: [usize; 4]| {
         let mut numbers: Vec<f32> = (0..shape.iter().product()).map(|_| rng.normal()).collect();
@@ -83,5 +86,6 @@ fn recalls<T: Target>(on: &On<T>, n: usize, outliers: bool) -> [f64; 3] {
         recall(KvFormat::E4m3Blocks, false),
         recall(KvFormat::E2m1Blocks, false),
         recall(KvFormat::E2m1Blocks, true),
+        recall(KvFormat::Int8, true),
     ]
 }
