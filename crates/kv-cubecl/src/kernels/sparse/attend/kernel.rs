@@ -73,8 +73,8 @@ pub(super) fn attend_rows<W: Float, R: Float>(
     }
 }
 
-/// Returns the rows that a token sees, and the part of them that a cube has. `row` counts the tokens
-/// of all sequences.
+/// Returns the rows that a token sees, and the part of them that a cube has. `row` counts the
+/// tokens of all sequences.
 #[cube]
 fn rows_of(
     span: &[i32],

@@ -49,8 +49,8 @@ pub(super) struct MergeArgs {
     width: usize,
 }
 
-/// One cube per head of a token. Each part has the weighted sums of all channels, its largest score,
-/// and the sum of its weights, `[batch, heads, tokens, parts, width + 2]`.
+/// One cube per head of a token. Each part has the weighted sums of all channels, its largest
+/// score, and the sum of its weights, `[batch, heads, tokens, parts, width + 2]`.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_parts(sums: &[f32], sink_logits: &[f32], output: &mut [f32], args: MergeArgs) {
     let row = CUBE_POS;
