@@ -31,8 +31,7 @@ fn a_token_attends_to_thousands_of_entries<T: Target>(on: &On<T>) {
             (numbers(HEADS * WIDTH), numbers(SLOTS * WIDTH), numbers(n * WIDTH));
         // One head has no sink.
         let sinks = [0.5, f32::NEG_INFINITY, 3.0, -1.0, 0.0];
-        let mut selected: Vec<i32> =
-            (0..top_k.unwrap_or(1)).map(|i| (i * 8 + i % 3) as i32).collect();
+        let mut selected: Vec<i32> = (0..top_k.unwrap_or(1)).map(|i| i * 8 + i % 3).collect();
         if let Some(last) = selected.last_mut() {
             *last = -1;
         }

@@ -23,6 +23,7 @@ const HEADS: usize = 64;
 /// ends, so that the least rounding changes it, and the more so the smaller the share of entries
 /// that is selected. The bounds are what such keys allow, less a margin of a few hundredths for
 /// another seed.
+#[allow(clippy::print_stdout, reason = "the recall is seen with --nocapture")]
 fn keys_of_few_bits_select_what_exact_keys_select<T: Target>(on: &On<T>) {
     let sizes: &[usize] = match T::NAME {
         "flex" => &[1 << 10, 16 << 10, 64 << 10, 256 << 10],
