@@ -6,6 +6,8 @@ mod rows;
 mod score;
 mod select;
 mod store;
+#[cfg(all(test, feature = "cuda-source"))]
+mod tests;
 
 pub(crate) use attend::{AttendBindings, AttendProblem, launch_attend, launch_merge};
 pub(crate) use pool::{PoolBindings, launch_pool};

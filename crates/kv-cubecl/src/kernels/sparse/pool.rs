@@ -28,7 +28,7 @@ pub(crate) struct PoolBindings {
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-struct PoolArgs {
+pub(super) struct PoolArgs {
     batch: usize,
     slots: usize,
     ratio: usize,
@@ -43,7 +43,7 @@ struct PoolArgs {
 /// norm and rope.
 #[cube(launch, address_type = "dynamic")]
 #[allow(clippy::manual_is_multiple_of, reason = "kernels have no such method")]
-fn pool_windows(
+pub(super) fn pool_windows(
     content: &[f32],
     gate: &[f32],
     position_bias: &[f32],

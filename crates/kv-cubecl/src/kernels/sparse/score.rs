@@ -38,7 +38,7 @@ pub(crate) struct ScoreProblem {
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-struct ScoreArgs {
+pub(super) struct ScoreArgs {
     heads: usize,
     tokens: usize,
     n: usize,
@@ -77,7 +77,7 @@ struct Place {
 ///
 /// Each number that a unit reads from shared memory serves all its heads, or all its keys.
 #[cube(launch, address_type = "dynamic")]
-fn score_keys<R: Float>(
+pub(super) fn score_keys<R: Float>(
     query: &[f32],
     weights: &[f32],
     codes: &[u32],

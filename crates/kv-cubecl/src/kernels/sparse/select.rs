@@ -36,7 +36,7 @@ pub(crate) struct SelectProblem {
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-struct SelectArgs {
+pub(super) struct SelectArgs {
     batch: usize,
     tokens: usize,
     n: usize,
@@ -88,7 +88,7 @@ fn sum_before(number: u32, shared: &mut Shared<[u32]>) -> u32 {
 
 /// One cube per token.
 #[cube(launch, address_type = "dynamic")]
-fn select_scores(scores: &[f32], span: &[i32], selected: &mut [i32], args: SelectArgs) {
+pub(super) fn select_scores(scores: &[f32], span: &[i32], selected: &mut [i32], args: SelectArgs) {
     let unit = UNIT_POS as usize;
     let mut shared = Shared::<[u32]>::new_slice(UNITS);
     let row = CUBE_POS;

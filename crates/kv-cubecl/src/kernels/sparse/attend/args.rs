@@ -6,108 +6,108 @@ use super::super::rows::RowArgs;
 use crate::formats::QuantSpec;
 
 /// Units of a cube.
-pub(super) const UNITS: usize = 128;
+pub(crate) const UNITS: usize = 128;
 /// Rows that are scored together.
-pub(super) const TILE: usize = 4;
+pub(crate) const TILE: usize = 4;
 /// Heads of a cube.
-pub(super) const HEADS: usize = 4;
+pub(crate) const HEADS: usize = 4;
 /// Products of a tile: heads times rows.
-pub(super) const PAIRS: usize = HEADS * TILE;
+pub(crate) const PAIRS: usize = HEADS * TILE;
 /// Units that share the sum of a product.
-pub(super) const LANES: usize = UNITS / PAIRS;
+pub(crate) const LANES: usize = UNITS / PAIRS;
 /// Numbers from one product to the next in shared memory. It is no multiple of the number of banks,
 /// so that units that sum different products use different ones.
-pub(super) const STRIDE: usize = UNITS + LANES;
+pub(crate) const STRIDE: usize = UNITS + LANES;
 /// The largest width of rows whose numbers fit into the registers of units.
-pub(super) const WIDEST: usize = 1024;
+pub(crate) const WIDEST: usize = 1024;
 /// The score of no row; WGSL has no literal for infinity.
-pub(super) const LOWEST: f32 = f32::MIN;
+pub(crate) const LOWEST: f32 = f32::MIN;
 
 /// Compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct AttendBlueprint {
-    pub(super) width: usize,
-    pub(super) compresses: bool,
-    pub(super) selects: bool,
+pub(crate) struct AttendBlueprint {
+    pub(crate) width: usize,
+    pub(crate) compresses: bool,
+    pub(crate) selects: bool,
     /// True if a cube writes sums over its part of the rows, not outputs.
-    pub(super) partial: bool,
-    pub(super) spec: Option<QuantSpec>,
+    pub(crate) partial: bool,
+    pub(crate) spec: Option<QuantSpec>,
 }
 
 impl AttendBlueprint {
     /// Returns the number of channels of a unit.
-    pub(super) const fn own_channels(&self) -> usize {
+    pub(crate) const fn own_channels(&self) -> usize {
         self.width.div_ceil(UNITS)
     }
 }
 
 /// The buffers that a kernel reads.
 #[derive(CubeType, CubeLaunch)]
-pub(super) struct Inputs<W: Float, R: Float> {
+pub(crate) struct Inputs<W: Float, R: Float> {
     /// `[batch, heads, tokens, width]`.
-    pub(super) query: Box<[f32]>,
-    pub(super) window: Box<[W]>,
-    pub(super) codes: Box<[u32]>,
-    pub(super) floats: Box<[R]>,
-    pub(super) selected: Box<[i32]>,
-    pub(super) sink_logits: Box<[f32]>,
-    pub(super) span: Box<[i32]>,
+    pub(crate) query: Box<[f32]>,
+    pub(crate) window: Box<[W]>,
+    pub(crate) codes: Box<[u32]>,
+    pub(crate) floats: Box<[R]>,
+    pub(crate) selected: Box<[i32]>,
+    pub(crate) sink_logits: Box<[f32]>,
+    pub(crate) span: Box<[i32]>,
 }
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-pub(super) struct AttendArgs {
-    pub(super) batch: usize,
-    pub(super) heads: usize,
-    pub(super) tokens: usize,
+pub(crate) struct AttendArgs {
+    pub(crate) batch: usize,
+    pub(crate) heads: usize,
+    pub(crate) tokens: usize,
     /// Equal parts of a token's rows, each with its own cubes.
-    pub(super) parts: usize,
-    pub(super) top_k: usize,
-    pub(super) ratio: usize,
-    pub(super) sliding_window: usize,
-    pub(super) scale: f32,
-    pub(super) window: RowArgs,
-    pub(super) entries: RowArgs,
+    pub(crate) parts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) ratio: usize,
+    pub(crate) sliding_window: usize,
+    pub(crate) scale: f32,
+    pub(crate) window: RowArgs,
+    pub(crate) entries: RowArgs,
 }
 
 /// The rows of a token: recent tokens, then entries.
 #[derive(CubeType)]
-pub(super) struct Seen {
-    pub(super) sequence: usize,
-    pub(super) token: usize,
+pub(crate) struct Seen {
+    pub(crate) sequence: usize,
+    pub(crate) token: usize,
     /// All rows; 0 for a token that is not part of the call.
-    pub(super) n: usize,
+    pub(crate) n: usize,
     /// The first row of the cube's part.
-    pub(super) begin: usize,
+    pub(crate) begin: usize,
     /// The end of the cube's part.
-    pub(super) end: usize,
+    pub(crate) end: usize,
     /// The first recent token.
-    pub(super) first: usize,
+    pub(crate) first: usize,
     /// Recent tokens.
-    pub(super) recent: usize,
+    pub(crate) recent: usize,
     /// The first of the token's selected entries.
-    pub(super) selection: usize,
+    pub(crate) selection: usize,
 }
 
 /// Memory that the units of a cube share.
 #[derive(CubeType)]
-pub(super) struct Board {
+pub(crate) struct Board {
     /// The products of the units' channels, `[PAIRS, STRIDE]`.
-    pub(super) partial: Shared<[f32]>,
+    pub(crate) partial: Shared<[f32]>,
     /// Sums over some of the units, `[PAIRS, LANES]`.
-    pub(super) lanes: Shared<[f32]>,
+    pub(crate) lanes: Shared<[f32]>,
     /// Scores of the tile, `[HEADS, TILE]`.
-    pub(super) scores: Shared<[f32]>,
-    pub(super) unit: usize,
+    pub(crate) scores: Shared<[f32]>,
+    pub(crate) unit: usize,
 }
 
 /// The sums of a unit over the rows so far: it has all heads, and every `UNITS`th channel.
 #[derive(CubeType)]
-pub(super) struct Sums {
+pub(crate) struct Sums {
     /// The largest score of each head.
-    pub(super) most: Array<f32>,
+    pub(crate) most: Array<f32>,
     /// The sum of each head's weights.
-    pub(super) weights: Array<f32>,
+    pub(crate) weights: Array<f32>,
     /// The weighted sums of channels, `[HEADS, channels of a unit]`.
-    pub(super) rows: Array<f32>,
+    pub(crate) rows: Array<f32>,
 }

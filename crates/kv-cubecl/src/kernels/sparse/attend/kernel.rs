@@ -20,7 +20,7 @@ use super::{
 
 /// One cube per token, group of heads, and part of the rows.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn attend_rows<W: Float, R: Float>(
+pub(crate) fn attend_rows<W: Float, R: Float>(
     inputs: Inputs<W, R>,
     output: &mut [f32],
     args: AttendArgs,

@@ -41,7 +41,7 @@ pub(super) fn write_sums(
 
 /// Run-time numbers of a launch.
 #[derive(CubeType, CubeLaunch)]
-pub(super) struct MergeArgs {
+pub(crate) struct MergeArgs {
     batch: usize,
     heads: usize,
     tokens: usize,
@@ -52,7 +52,7 @@ pub(super) struct MergeArgs {
 /// One cube per head of a token. Each part has the weighted sums of all channels, its largest
 /// score, and the sum of its weights, `[batch, heads, tokens, parts, width + 2]`.
 #[cube(launch, address_type = "dynamic")]
-pub(super) fn merge_parts(sums: &[f32], sink_logits: &[f32], output: &mut [f32], args: MergeArgs) {
+pub(crate) fn merge_parts(sums: &[f32], sink_logits: &[f32], output: &mut [f32], args: MergeArgs) {
     let row = CUBE_POS;
     if row >= args.batch * args.heads * args.tokens {
         terminate!();

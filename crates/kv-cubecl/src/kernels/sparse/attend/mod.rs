@@ -1,8 +1,8 @@
 //! Attention of the heads of a token to recent tokens and entries, in one softmax.
 
-mod args;
-mod kernel;
-mod merge;
+pub(super) mod args;
+pub(super) mod kernel;
+pub(super) mod merge;
 
 use cubecl::{client::Client, prelude::*};
 
