@@ -9,6 +9,7 @@ use burn::{
 };
 use kv_cubecl::{
     CacheFloat, On, Target,
+    reference::{self, RowOptions},
     sparse::{AttendInputs, AttendPlan, Compression, RowFormat, RowLayout, Rows, SparseOps},
 };
 
@@ -36,19 +37,21 @@ fn a_token_attends_to_thousands_of_entries<T: Target>(on: &On<T>) {
             *last = -1;
         }
 
-        let recent = (n - RECENT..n).map(|token| &window[token % SLOTS * WIDTH..][..WIDTH]);
-        let entry = |i: usize| &entries[i * WIDTH..][..WIDTH];
-        let rows: Vec<&[f32]> = match top_k {
-            None => recent.chain((0..n).map(entry)).collect(),
-            Some(_) => {
-                let kept = selected.iter().filter(|i| **i >= 0);
-                recent.chain(kept.map(|i| entry(*i as usize))).collect()
-            }
+        let [q, recent, all] = [&query, &window, &entries].map(|x| f64s(x));
+        let recent: Vec<&[f64]> =
+            (n - RECENT..n).map(|token| &recent[token % SLOTS * WIDTH..][..WIDTH]).collect();
+        let entry = |i: usize| &all[i * WIDTH..][..WIDTH];
+        let seen: Vec<&[f64]> = match top_k {
+            None => (0..n).map(entry).collect(),
+            Some(_) => selected.iter().filter(|i| **i >= 0).map(|i| entry(*i as usize)).collect(),
         };
         let scale = 1.0 / f64::from(WIDTH as u32).sqrt();
-        let want: Vec<f64> = (0..HEADS)
-            .flat_map(|head| attend(&query[head * WIDTH..][..WIDTH], &rows, sinks[head], scale))
-            .collect();
+        let head = |(query, sink): (&[f64], f32)| {
+            let sink = sink.is_finite().then_some(f64::from(sink));
+            let options = RowOptions { scale: Some(scale), softcap: None, sink };
+            reference::attend_sparse_row(query, &recent, RECENT, &seen, options).output
+        };
+        let want: Vec<f64> = q.chunks(WIDTH).zip(sinks).flat_map(head).collect();
 
         let float = |numbers: Vec<f32>| {
             let shape = [numbers.len()];
@@ -93,16 +96,6 @@ fn a_token_attends_to_thousands_of_entries<T: Target>(on: &On<T>) {
 
 const F32: RowFormat = RowFormat::float(CacheFloat::F32);
 
-/// The definition: softmax over the products with all rows, and a sink without a row.
-fn attend(query: &[f32], rows: &[&[f32]], sink: f32, scale: f64) -> Vec<f64> {
-    let dot = |row: &&[f32]| -> f64 {
-        query.iter().zip(*row).map(|(q, x)| f64::from(*q) * f64::from(*x)).sum::<f64>() * scale
-    };
-    let weights: Vec<f64> = rows.iter().map(|row| dot(row).exp()).collect();
-    let sum = weights.iter().sum::<f64>() + f64::from(sink).exp();
-    let channel = |c: usize| {
-        let pairs = rows.iter().zip(&weights);
-        pairs.map(|(row, weight)| weight * f64::from(row[c])).sum::<f64>() / sum
-    };
-    (0..query.len()).map(channel).collect()
+fn f64s(numbers: &[f32]) -> Vec<f64> {
+    numbers.iter().copied().map(f64::from).collect()
 }

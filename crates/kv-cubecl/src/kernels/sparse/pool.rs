@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Units of a cube.
-const UNITS: usize = 128;
+pub(super) const UNITS: usize = 128;
 /// The largest width of an entry whose pooled numbers fit into shared memory.
 const WIDEST: usize = 2048;
 

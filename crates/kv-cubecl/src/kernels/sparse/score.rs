@@ -13,7 +13,7 @@ use crate::{
 /// Units of a cube along the heads, and along the keys.
 const SIDE: usize = 8;
 /// Units of a cube.
-const UNITS: usize = SIDE * SIDE;
+pub(super) const UNITS: usize = SIDE * SIDE;
 /// Keys of a unit.
 const OWN_KEYS: usize = 8;
 /// Keys of a cube.

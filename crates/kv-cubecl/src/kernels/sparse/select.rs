@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Units of a cube; WebGPU guarantees this number.
-const UNITS: usize = 256;
+pub(super) const UNITS: usize = 256;
 /// Number of halvings until one unit is left.
 const HALVINGS: usize = UNITS.ilog2() as usize;
 

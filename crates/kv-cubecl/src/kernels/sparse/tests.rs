@@ -8,9 +8,9 @@ use super::{
         kernel::attend_rows::AttendRows,
         merge::merge_parts::MergeParts,
     },
-    pool::pool_windows::PoolWindows,
-    score::score_keys::ScoreKeys,
-    select::select_scores::SelectScores,
+    pool::{self, pool_windows::PoolWindows},
+    score::{self, score_keys::ScoreKeys},
+    select::{self, select_scores::SelectScores},
 };
 use crate::{
     CacheFloat, KvFormat,
@@ -64,7 +64,7 @@ fn arrays_can_live_in_registers() {
             let (args, float) = (().dynamic_cast(), keys.format.float.elem());
             let spec = keys.code_spec();
             let kernel = ScoreKeys::new(
-                s(64),
+                s(score::UNITS),
                 h200(),
                 t(),
                 b(),
@@ -84,12 +84,12 @@ fn arrays_can_live_in_registers() {
     let merge = MergeParts::new(s(UNITS), h200(), t(), b(), b(), b(), args);
     kernels.push(("sparse-merge".into(), Box::new(merge)));
     let args = ().dynamic_cast();
-    let select = SelectScores::new(s(256), h200(), t(), b(), b(), b(), args);
+    let select = SelectScores::new(s(select::UNITS), h200(), t(), b(), b(), b(), args);
     kernels.push(("select".into(), Box::new(select)));
     for overlap in [false, true] {
         let args = ().dynamic_cast();
         let pool = PoolWindows::new(
-            s(128),
+            s(pool::UNITS),
             h200(),
             t(),
             b(),
