@@ -337,7 +337,8 @@ impl TrainConfig {
         qat.cache.validate(model)?;
         match qat.cache.is_float(model) {
             true => {
-                let rule = "is float in all layers, so nothing would be quantized";
+                let rule = "is float in all layers, so nothing would be quantized; to train in \
+                            float, pretrain from the model";
                 Err(Error::setting("cache", &qat.cache, rule))
             }
             false => Ok(()),

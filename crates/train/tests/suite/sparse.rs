@@ -161,8 +161,8 @@ fn models_of_any_family_are_pretrained() {
         program(&[&["pretrain", "--config", config, "--out", out], &common[..], more].concat())
     };
     let config = world.string("sparse.json");
-    let stdout = succeeds(&mut pretrain(&config, &run, &[]));
-    assert!(stdout.contains("index "), "{stdout}");
+    let first = succeeds(&mut pretrain(&config, &run, &[]));
+    assert!(first.contains("index "), "{first}");
     let weights = || fs::read(format!("{run}/model/model.safetensors")).unwrap();
     let trained = weights();
     // The run keeps the configuration, so it resumes without the file, bit for bit.
@@ -171,6 +171,20 @@ fn models_of_any_family_are_pretrained() {
     assert!(trained == weights());
     let saved = fs::read_to_string(format!("{run}/model/config.json")).unwrap();
     assert!(saved.contains("deepseek_v4"), "{saved}");
+    // Its model is the start of another run, whose first loss is not that of random weights.
+    let (model, next) = (format!("{run}/model"), world.string("next"));
+    let from = ["pretrain", "--from", &model, "--out", &next];
+    let stdout = succeeds(&mut program(&[&from[..], &common].concat()));
+    let losses = |text: &str| -> Vec<f64> {
+        let after = text.split("valid after").skip(1);
+        let number = |line: &str| line.split_whitespace().nth(2).unwrap().parse().unwrap();
+        after.map(number).collect()
+    };
+    let (first, second) = (losses(&first), losses(&stdout));
+    assert_eq!(first.len(), 3, "{first:?}");
+    // Weights are saved in 16 bits.
+    assert!((second[0] / first[2] - 1.0).abs() < 0.01, "{second:?} after {first:?}");
+    assert!(second[2] < second[0] && second[0] < first[0], "{second:?} after {first:?}");
 
     let refused = world.string("refused");
     let fails_with = |config: &str, more: &[&str], parts: &[&str]| {
@@ -185,6 +199,7 @@ fn models_of_any_family_are_pretrained() {
     world.write("broken.json", &broken.to_string());
     fails_with(&world.string("broken.json"), &[], &["config.json", "index_topk", "0"]);
     fails_with(&world.string("broken.json"), &["--layers", "2"], &["--config", "--layers"]);
+    fails_with(&world.string("broken.json"), &["--from", &run], &["--config", "--from"]);
     world.write("unknown.json", r#"{"model_type": "unheard-of"}"#);
     fails_with(&world.string("unknown.json"), &[], &["model_type unheard-of", "supported"]);
 }

@@ -291,6 +291,10 @@ pub(crate) struct Pretrain {
     /// config.json of a model of any family, instead of the sizes of a Llama-style model.
     #[arg(long, conflicts_with = "Architecture")]
     config: Option<PathBuf>,
+    /// Folder or GGUF file of a model, to start from instead of random weights: with longer
+    /// sequences or other texts, for example. Its tokenizer is used as well.
+    #[arg(long, conflicts_with_all = ["Architecture", "config"])]
+    from: Option<PathBuf>,
     #[command(flatten)]
     architecture: Architecture,
     #[command(flatten)]
@@ -299,9 +303,10 @@ pub(crate) struct Pretrain {
 
 impl Pretrain {
     pub(crate) fn start(self) -> Result<Start> {
-        let origin = || match &self.config {
-            Some(path) => Ok(Origin::Config(read_config(path)?)),
-            None => Ok(Origin::Random(self.architecture)),
+        let origin = || match (self.from, &self.config) {
+            (Some(model), _) => Ok(Origin::Model(model)),
+            (None, Some(path)) => Ok(Origin::Config(read_config(path)?)),
+            (None, None) => Ok(Origin::Random(self.architecture)),
         };
         self.training.start(origin, pretraining())
     }

@@ -17,8 +17,12 @@ Examples:
       --cache k4v4 --out runs/chats";
 
 pub(crate) const PRETRAIN: &str = "\
-Example:
-  kv-train pretrain --text book.txt --vocab 1024 --layers 4 --steps 2000 --out runs/small";
+Examples:
+  kv-train pretrain --text book.txt --vocab 1024 --layers 4 --steps 2000 --out runs/small
+
+  # Go on with longer sequences
+  kv-train pretrain --from runs/small/model --text book.txt --seq-len 4096 --batch 1 --lr 5e-4 \\
+      --out runs/long";
 
 pub(crate) const WORLD: &str = "\
 Examples:
