@@ -7,7 +7,7 @@ use kv_cubecl::{
     reference::{self, RowOptions, StreamOracle, attend_row_with},
 };
 
-use crate::common::{CLOSE, Host, Rng, close, equal_bits, skipped, stamp};
+use crate::common::{CLOSE, Host, Rng, close, equal_bits, skipped, stamp, wide};
 
 #[cfg(feature = "autodiff")]
 mod gradients;
@@ -46,10 +46,6 @@ impl Seen {
     fn values(&self) -> Vec<&[f64]> {
         self.values.iter().map(Vec::as_slice).collect()
     }
-}
-
-fn wide(row: &[f32]) -> Vec<f64> {
-    row.iter().copied().map(f64::from).collect()
 }
 
 /// A cache, and the frames that were written to it.

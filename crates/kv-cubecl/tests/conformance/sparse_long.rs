@@ -13,7 +13,7 @@ use kv_cubecl::{
     sparse::{AttendInputs, AttendPlan, Compression, RowFormat, RowLayout, Rows, SparseOps},
 };
 
-use crate::common::{Rng, stamp};
+use crate::common::{Rng, stamp, wide};
 
 stamp!(a_token_attends_to_thousands_of_entries);
 
@@ -37,7 +37,7 @@ fn a_token_attends_to_thousands_of_entries<T: Target>(on: &On<T>) {
             *last = -1;
         }
 
-        let [q, recent, all] = [&query, &window, &entries].map(|x| f64s(x));
+        let [q, recent, all] = [&query, &window, &entries].map(|x| wide(x));
         let recent: Vec<&[f64]> =
             (n - RECENT..n).map(|token| &recent[token % SLOTS * WIDTH..][..WIDTH]).collect();
         let entry = |i: usize| &all[i * WIDTH..][..WIDTH];
@@ -95,7 +95,3 @@ fn a_token_attends_to_thousands_of_entries<T: Target>(on: &On<T>) {
 }
 
 const F32: RowFormat = RowFormat::float(CacheFloat::F32);
-
-fn f64s(numbers: &[f32]) -> Vec<f64> {
-    numbers.iter().copied().map(f64::from).collect()
-}

@@ -171,16 +171,16 @@ fn models_of_any_family_are_pretrained() {
     assert!(trained == weights());
     let saved = fs::read_to_string(format!("{run}/model/config.json")).unwrap();
     assert!(saved.contains("deepseek_v4"), "{saved}");
-    // Its model is the start of another run, whose first loss is not that of random weights.
+    // Its model is the start of another run, which begins where this one ended.
     let (model, next) = (format!("{run}/model"), world.string("next"));
     let from = ["pretrain", "--from", &model, "--out", &next];
     let stdout = succeeds(&mut program(&[&from[..], &common].concat()));
-    let losses = |text: &str| -> Vec<f64> {
+    let perplexities = |text: &str| -> Vec<f64> {
         let after = text.split("valid after").skip(1);
         let number = |line: &str| line.split_whitespace().nth(2).unwrap().parse().unwrap();
         after.map(number).collect()
     };
-    let (first, second) = (losses(&first), losses(&stdout));
+    let (first, second) = (perplexities(&first), perplexities(&stdout));
     assert_eq!(first.len(), 3, "{first:?}");
     // Weights are saved in 16 bits.
     assert!((second[0] / first[2] - 1.0).abs() < 0.01, "{second:?} after {first:?}");

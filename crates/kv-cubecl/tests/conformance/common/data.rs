@@ -30,6 +30,11 @@ impl Rng {
     }
 }
 
+/// Numbers in f64, for the oracle.
+pub(crate) fn wide(numbers: &[f32]) -> Vec<f64> {
+    numbers.iter().copied().map(f64::from).collect()
+}
+
 /// A tensor `[batch, heads, tokens, head_dim]` on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Host {
@@ -66,7 +71,7 @@ impl Host {
     }
 
     pub(crate) fn f64(&self) -> Vec<f64> {
-        self.data.iter().map(|&x| f64::from(x)).collect()
+        wide(&self.data)
     }
 
     /// The part with these tokens.

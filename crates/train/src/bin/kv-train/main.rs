@@ -44,7 +44,7 @@ enum Command {
     /// The model is trained in f32, whatever the type of its file, and saved in f16.
     #[command(after_help = examples::QAT)]
     Qat(args::Qat),
-    /// Train a small Llama-style model from scratch.
+    /// Train a small model from scratch, or go on with one in float.
     #[command(after_help = examples::PRETRAIN)]
     Pretrain(args::Pretrain),
     /// Train a small world model on frames that are rendered during training.
