@@ -1,12 +1,18 @@
 //! Sparse attention of a whole sequence at once, with gradients.
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation};
+use core::ops::Range;
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 use super::{Compression, Selection, select::hidden_entries};
 use crate::{Error, Result, error::invalid};
 
-/// Query rows that are computed together.
-pub(super) const ROWS: usize = 64;
+/// The shortest and the longest block of tokens that attend to the same recent tokens. A sliding
+/// window between them is a block.
+const BLOCK: core::ops::RangeInclusive<usize> = 64..=256;
+
+/// Scores that are computed together: 64 MiB.
+pub(super) const SCORES: usize = 1 << 24;
 
 /// The compressed entries of a sequence, and which of them a token attends to.
 #[derive(Clone, Copy, Debug)]
@@ -52,19 +58,58 @@ pub fn sparse_attention(
     options: &SparseOptions,
 ) -> Result<Tensor<4>> {
     check(&query, rows, compressed.as_ref(), options)?;
-    let tokens = query.dims()[2];
     let blocks = Blocks::new(query, rows, compressed, options);
-    let output = |first: usize| blocks.output(first, ROWS.min(tokens - first));
-    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(output).collect(), 2))
+    let outputs: Vec<_> = blocks.parts().map(|part| blocks.output(part)).collect();
+    Ok(joined(outputs, 2))
 }
 
-/// Sparse attention of some tokens at a time.
+/// Concatenates parts. A single part is not copied.
+pub(super) fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, axis: usize) -> Tensor<D> {
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, axis) }
+}
+
+/// Returns `range` of an axis. The whole axis is not copied, and neither is its gradient.
+pub(super) fn part<const D: usize>(x: &Tensor<D>, axis: usize, range: Range<usize>) -> Tensor<D> {
+    match range.len() == x.dims()[axis] {
+        true => x.clone(),
+        false => x.clone().narrow(axis, range.start, range.len()),
+    }
+}
+
+/// Splits `tokens` into parts of at most `most` tokens, but at least one block of `block`.
+pub(super) fn parts(
+    tokens: usize,
+    most: usize,
+    block: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let step = (most / block).max(1) * block;
+    (0..tokens).step_by(step).map(move |first| first..tokens.min(first + step))
+}
+
+/// Sparse attention in blocks of tokens. The tokens of a block are compared with the recent tokens
+/// that any of them sees.
 pub(super) struct Blocks<'a> {
     /// Scaled queries, f32.
     query: Tensor<4>,
-    rows: Tensor<4>,
+    /// f32 `[batch, tokens, head_dim]`.
+    rows: Tensor<3>,
     compressed: Option<Compressed<'a>>,
     options: &'a SparseOptions,
+    /// Tokens of a block.
+    block: usize,
+}
+
+/// A softmax that is not divided by its sum yet, for some blocks of tokens.
+struct Softmax {
+    /// The exponentials of recent tokens, `[batch, blocks, heads * block, recent]`.
+    recent: Tensor<4>,
+    /// The recent tokens of each block, `[batch, blocks, recent, head_dim]`.
+    rows: Tensor<4>,
+    /// The exponentials of entries, `[batch, 1, blocks * heads * block, entries]`, and the entries,
+    /// `[batch, 1, entries, head_dim]`.
+    entries: Option<[Tensor<4>; 2]>,
+    /// `[batch, blocks, heads * block, 1]`.
+    sum: Tensor<4>,
 }
 
 impl<'a> Blocks<'a> {
@@ -77,13 +122,16 @@ impl<'a> Blocks<'a> {
     ) -> Self {
         let scale = options.scale.unwrap_or(1.0 / (query.dims()[3] as f32).sqrt());
         let query = query.cast(DType::F32) * scale;
-        Self { query, rows: rows.clone().cast(DType::F32), compressed, options }
+        let block = options.sliding_window.clamp(*BLOCK.start(), *BLOCK.end());
+        let rows = rows.clone().cast(DType::F32).squeeze_dim(1);
+        Self { query, rows, compressed, options, block }
     }
 
-    fn output(&self, first: usize, count: usize) -> Tensor<4> {
-        let (weights, values) = self.weights(first, count);
-        let n = values.dims()[2];
-        weights.narrow(3, 0, n).matmul(values)
+    /// Returns the parts of the sequence that are computed together, in whole blocks.
+    pub(super) fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let [_, heads, tokens, _] = self.query.dims();
+        let scores = heads * (self.recent() + self.seen(tokens));
+        parts(tokens, SCORES / scores, self.block)
     }
 
     /// Returns the number of entries that the tokens before `end` see.
@@ -93,49 +141,179 @@ impl<'a> Blocks<'a> {
         })
     }
 
-    /// Returns the weights of the entries that the last of these tokens sees, summed over heads,
-    /// `[batch, count, entries]`.
-    pub(super) fn entry_weights(&self, first: usize, count: usize) -> Tensor<3> {
-        let n = self.seen(first + count);
-        let (weights, values) = self.weights(first, count);
-        let (batch, recent) = (weights.dims()[0], values.dims()[2] - n);
-        weights.narrow(3, recent, n).sum_dim(1).reshape([batch, count, n])
+    /// Returns the number of blocks before its own that a token sees tokens of.
+    fn blocks_before(&self) -> usize {
+        (self.options.sliding_window - 1).div_ceil(self.block).min(self.rows.dims()[1] / self.block)
     }
 
-    /// Returns the softmax over recent tokens, entries and sinks for the tokens
-    /// `first..first + count`, and the rows of recent tokens and entries.
-    fn weights(&self, first: usize, count: usize) -> (Tensor<4>, Tensor<4>) {
-        let Self { query, rows, compressed, options } = self;
-        let ([batch, heads, ..], device) = (query.dims(), query.device());
-        let (begin, end) = ((first + 1).saturating_sub(options.sliding_window), first + count);
-        let query = query.clone().narrow(2, first, count);
-        let seen = rows.clone().narrow(2, begin, end - begin);
-        let scores = query.clone().matmul(seen.clone().swap_dims(2, 3));
-        let hidden = outside(first..end, begin..end, options.sliding_window, &device);
-        let mut scores = vec![scores.mask_fill(hidden.unsqueeze(), f32::NEG_INFINITY)];
-        let mut values = vec![seen];
-        let n = self.seen(end);
-        if let Some(compressed) = compressed.filter(|_| n > 0) {
-            let entries = compressed.entries.clone().narrow(2, 0, n).cast(DType::F32);
-            let dots = query.matmul(entries.clone().swap_dims(2, 3));
-            let hidden = match compressed.selection {
-                None => hidden_entries(first, count, n, compressed.compression, &device)
-                    .unsqueeze::<4>(),
-                Some(selection) => {
-                    let indices = selection.indices.clone().narrow(1, first, count);
-                    unselected(indices, n).unsqueeze_dim::<4>(1)
-                }
-            };
-            let dots = dots.mask_fill(hidden.expand([batch, heads, count, n]), f32::NEG_INFINITY);
-            scores.push(dots);
-            values.push(entries);
-        }
-        if let Some(sinks) = &options.sink_logits {
-            let sinks = sinks.clone().cast(DType::F32).reshape([1, heads, 1, 1]);
-            scores.push(sinks.expand([batch, heads, count, 1]));
-        }
-        (activation::softmax(Tensor::cat(scores, 3), 3), Tensor::cat(values, 2))
+    /// Returns the number of recent tokens that a block is compared with.
+    fn recent(&self) -> usize {
+        (self.blocks_before() + 1) * self.block
     }
+
+    fn output(&self, tokens: Range<usize>) -> Tensor<4> {
+        let ([batch, heads, _, width], n) = (self.query.dims(), tokens.len());
+        let Softmax { recent, rows, entries, sum } = self.softmax(tokens);
+        let output = recent.matmul(rows);
+        let output = match entries {
+            Some([weights, entries]) => {
+                output.clone() + weights.matmul(entries).reshape(output.dims())
+            }
+            None => output,
+        };
+        let blocks = sum.dims()[1];
+        let output = (output / sum).reshape([batch, blocks, heads, self.block, width]);
+        let output = output.swap_dims(1, 2).reshape([batch, heads, blocks * self.block, width]);
+        part(&output, 2, 0..n)
+    }
+
+    /// Returns the weights of the entries that the last of these tokens sees, summed over heads,
+    /// `[batch, tokens, entries]`; `None` if it sees none.
+    pub(super) fn entry_weights(&self, tokens: Range<usize>) -> Option<Tensor<3>> {
+        let ([batch, heads, ..], count) = (self.query.dims(), tokens.len());
+        let Softmax { entries, sum, .. } = self.softmax(tokens);
+        let [weights, _] = entries?;
+        let (blocks, n) = (sum.dims()[1], weights.dims()[3]);
+        let weights = weights.reshape([batch, blocks, heads * self.block, n]) / sum;
+        let weights = weights.reshape([batch, blocks, heads, self.block, n]).sum_dim(2);
+        Some(part(&weights.reshape([batch, blocks * self.block, n]), 1, 0..count))
+    }
+
+    /// Returns the softmax of tokens that start with a block, over recent tokens, entries and
+    /// sinks.
+    fn softmax(&self, tokens: Range<usize>) -> Softmax {
+        let [batch, heads, _, width] = self.query.dims();
+        let (block, device) = (self.block, self.query.device());
+        let blocks = tokens.len().div_ceil(block);
+        let query = padded(part(&self.query, 2, tokens.clone()), 2, 0, blocks * block);
+        // One row serves all heads, so the queries of all heads are rows of one product.
+        let query = query.reshape([batch, heads, blocks, block, width]).swap_dims(1, 2);
+        let query = query.reshape([batch, blocks, heads * block, width]);
+
+        let rows = self.recent_rows(&tokens, blocks);
+        let recent = rows.dims()[2];
+        let hidden = self.outside(&tokens, blocks, &device);
+        let scores = query.clone().matmul(rows.clone().swap_dims(2, 3));
+        let scores = scores.reshape([batch, blocks, heads, block, recent]) + hidden;
+        let mut largest = scores.clone().detach().max_dim(4);
+
+        let of_entries = self.entry_scores(query, &tokens).map(|(scores, entries)| {
+            let n = scores.dims()[3];
+            let scores = scores.reshape([batch, blocks, heads, block, n]);
+            let scores = scores + self.unseen(&tokens, blocks, n, &device);
+            largest = largest.clone().max_pair(scores.clone().detach().max_dim(4));
+            (scores, entries)
+        });
+        let sinks = self
+            .options
+            .sink_logits
+            .as_ref()
+            .map(|logits| logits.clone().cast(DType::F32).reshape([1, 1, heads, 1, 1]));
+        if let Some(sinks) = &sinks {
+            let sinks = sinks.clone().detach().expand(largest.dims());
+            largest = largest.max_pair(sinks);
+        }
+
+        let recent_exp = (scores - largest.clone()).exp();
+        let mut sum = recent_exp.clone().sum_dim(4);
+        let entries = of_entries.map(|(scores, entries)| {
+            let n = scores.dims()[4];
+            let exp = (scores - largest.clone()).exp();
+            sum = sum.clone() + exp.clone().sum_dim(4);
+            [exp.reshape([batch, 1, blocks * heads * block, n]), entries]
+        });
+        if let Some(sinks) = sinks {
+            sum = sum + (sinks - largest).exp();
+        }
+        Softmax {
+            recent: recent_exp.reshape([batch, blocks, heads * block, recent]),
+            rows,
+            entries,
+            sum: sum.reshape([batch, blocks, heads * block, 1]),
+        }
+    }
+
+    /// Returns the tokens that the blocks of `tokens` are compared with, each block's own last,
+    /// `[batch, blocks, recent, head_dim]`; 0 before the first token and after the last.
+    fn recent_rows(&self, tokens: &Range<usize>, blocks: usize) -> Tensor<4> {
+        let ([batch, _, width], block) = (self.rows.dims(), self.block);
+        let before = self.blocks_before();
+        let wanted = before * block;
+        let first = tokens.start.saturating_sub(wanted);
+        let rows = part(&self.rows, 1, first..tokens.end);
+        let missing = wanted - (tokens.start - first);
+        let rows = padded(rows, 1, missing, (blocks + before) * block);
+        let shifted = |by: usize| {
+            let rows = part(&rows, 1, by * block..(by + blocks) * block);
+            rows.reshape([batch, blocks, block, width])
+        };
+        joined((0..=before).map(shifted).collect(), 2)
+    }
+
+    /// Returns what hides the recent tokens that a token does not see, `-inf` or 0,
+    /// `[1, blocks, 1, block, recent]`.
+    fn outside(&self, tokens: &Range<usize>, blocks: usize, device: &Device) -> Tensor<5> {
+        let (block, recent) = (self.block, self.recent());
+        let mut hidden = Vec::with_capacity(blocks * block * recent);
+        for t in tokens.start..tokens.start + blocks * block {
+            // The block's own tokens come last, so this is the token in the first column.
+            let first = (t / block * block + block) as isize - recent as isize;
+            let seen = (t + 1).saturating_sub(self.options.sliding_window)..t + 1;
+            hidden.extend((first..first + recent as isize).map(|k| {
+                match usize::try_from(k).is_ok_and(|k| seen.contains(&k)) {
+                    true => 0.0,
+                    false => f32::NEG_INFINITY,
+                }
+            }));
+        }
+        Tensor::from_data(TensorData::new(hidden, [1, blocks, 1, block, recent]), device)
+    }
+
+    /// Returns the scores of the entries that the last token sees,
+    /// `[batch, 1, blocks * heads * block, entries]`, and these entries; `None` without any.
+    fn entry_scores(
+        &self,
+        query: Tensor<4>,
+        tokens: &Range<usize>,
+    ) -> Option<(Tensor<4>, Tensor<4>)> {
+        let n = self.seen(tokens.end);
+        let Compressed { entries, .. } = self.compressed.filter(|_| n > 0)?;
+        let [batch, blocks, rows, width] = query.dims();
+        let entries = part(entries, 2, 0..n).cast(DType::F32);
+        let query = query.reshape([batch, 1, blocks * rows, width]);
+        Some((query.matmul(entries.clone().swap_dims(2, 3)), entries))
+    }
+
+    /// Returns what hides entries that a token does not see or that are not selected, `-inf` or 0,
+    /// `[batch or 1, blocks, 1, block, n]`.
+    fn unseen(&self, tokens: &Range<usize>, blocks: usize, n: usize, device: &Device) -> Tensor<5> {
+        let block = self.block;
+        let Some(Compressed { compression, selection, .. }) = self.compressed else {
+            return Tensor::zeros([1, blocks, 1, block, n], device);
+        };
+        let hidden = match selection {
+            None => hidden_entries(tokens.start, tokens.len(), n, compression, device).unsqueeze(),
+            Some(selection) => {
+                unselected(selection.indices.clone().narrow(1, tokens.start, tokens.len()), n)
+            }
+        };
+        let hidden: Tensor<3, Bool> = hidden;
+        let shape = hidden.dims();
+        let bias = Tensor::<3>::zeros(shape, device).mask_fill(hidden, f32::NEG_INFINITY);
+        padded(bias, 1, 0, blocks * block).reshape([shape[0], blocks, 1, block, n])
+    }
+}
+
+/// Adds zeros before an axis, and behind it up to a length of `len`.
+fn padded<const D: usize>(x: Tensor<D>, axis: usize, before: usize, len: usize) -> Tensor<D> {
+    let (mut shape, device) = (x.dims(), x.device());
+    let after = len - before - shape[axis];
+    let mut zeros = |n: usize| {
+        shape[axis] = n;
+        (n > 0).then(|| Tensor::zeros(shape, &device))
+    };
+    let (before, after) = (zeros(before), zeros(after));
+    joined(before.into_iter().chain([x]).chain(after).collect(), axis)
 }
 
 /// Checks the arguments of [`sparse_attention`].
@@ -177,18 +355,6 @@ fn check(
         }
         _ => Ok(()),
     }
-}
-
-/// Returns which tokens of `keys` each token of `queries` does not see, `[queries, keys]`.
-fn outside(
-    queries: core::ops::Range<usize>,
-    keys: core::ops::Range<usize>,
-    sliding_window: usize,
-    device: &Device,
-) -> Tensor<2, Bool> {
-    let shape = [queries.len(), keys.len()];
-    let hidden = queries.flat_map(|t| keys.clone().map(move |k| k > t || t - k >= sliding_window));
-    Tensor::from_data(TensorData::new(hidden.collect::<Vec<bool>>(), shape), device)
 }
 
 /// Returns which of `n` entries are not among `indices` `[batch, tokens, top_k]`, as

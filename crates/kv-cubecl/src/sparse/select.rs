@@ -1,15 +1,18 @@
 //! [`Selection`]: the entries that an indexer selects for each token.
 
+use core::ops::Range;
+
 use burn::{
     backend::Dispatch,
     tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation},
 };
 
-use super::{Compression, SparseOps, span::span};
+use super::{
+    Compression, SparseOps,
+    attention::{SCORES, joined, part, parts},
+    span::span,
+};
 use crate::{Error, Result, error::invalid};
-
-/// Rows of scores that are computed together.
-const ROWS: usize = 64;
 
 /// The entries that each token attends to. It is computed by one layer, and others may use it.
 #[derive(Clone, Debug)]
@@ -75,24 +78,26 @@ impl IndexQuery {
 /// # Errors
 /// [`Error::Shape`] for a query that does not fit the keys.
 pub fn index_scores(index: &IndexQuery, keys: &Tensor<4>) -> Result<Tensor<3>> {
-    let ([batch, heads, n, width], tokens) = (keys.dims(), index.query.dims()[2]);
+    let ([batch, one, n, width], [_, heads, tokens, _]) = (keys.dims(), index.query.dims());
     index.check("index_scores", width)?;
-    if heads != 1 || n == 0 || batch != index.query.dims()[0] {
+    if one != 1 || n == 0 || batch != index.query.dims()[0] {
         let rule = format!("must be [{}, 1, keys, width] with a key", index.query.dims()[0]);
         let shape = keys.dims().to_vec();
         return Err(Error::Shape { op: "index_scores", tensor: "keys", shape, rule });
     }
     let keys = keys.clone().cast(DType::F32).swap_dims(2, 3); // [batch, 1, width, n]
-    let rows = |first: usize| {
-        let count = ROWS.min(tokens - first);
-        let query = index.query.clone().narrow(2, first, count).cast(DType::F32);
-        let weights = index.weights.clone().narrow(1, first, count).cast(DType::F32);
-        let dots = activation::relu(query.matmul(keys.clone())); // [batch, heads, count, n]
+    let rows = |tokens: Range<usize>| {
+        let count = tokens.len();
+        let query = part(&index.query, 2, tokens.clone()).cast(DType::F32);
+        let weights = part(&index.weights, 1, tokens).cast(DType::F32);
+        // One key serves all heads, so the queries of all heads are rows of one product.
+        let dots = query.reshape([batch, 1, heads * count, width]).matmul(keys.clone());
+        let dots = activation::relu(dots).reshape([batch, heads, count, n]);
         // [batch, count, heads] -> [batch, heads, count, 1]
         let weights = weights.swap_dims(1, 2).unsqueeze_dim::<4>(3);
         (dots * weights).sum_dim(1).reshape([batch, count, n])
     };
-    Ok(Tensor::cat((0..tokens).step_by(ROWS).map(rows).collect(), 1))
+    Ok(joined(parts(tokens, SCORES / (heads * n), 1).map(rows).collect(), 1))
 }
 
 /// Selects for each token the `top_k` entries with the highest scores among those that it sees. Of

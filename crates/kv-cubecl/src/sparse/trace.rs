@@ -6,7 +6,7 @@ use burn::tensor::{DType, Tensor, activation};
 
 use super::{
     Compressed, Compression, Entries, IndexQuery, Selection, SparseConfig, SparseOptions,
-    attention::{Blocks, ROWS},
+    attention::{Blocks, joined, part},
     select::hidden_entries,
 };
 use crate::{Result, error::invalid, functions::store};
@@ -90,19 +90,16 @@ impl SparseTrace {
         let rows = store(detached(&self.rows), self.config.float);
         let query = detached(&self.query);
         let blocks = Blocks::new(query, &rows, Some(compressed), &options);
-        let tokens = index.scores.dims()[1];
-        let divergence = |first: usize| {
-            let count = ROWS.min(tokens - first);
-            let seen = blocks.seen(first + count);
-            let scores = index.scores.clone().narrow(1, first, count);
+        let divergence = |tokens: core::ops::Range<usize>| {
             // Tokens that see no entry add nothing.
-            (seen > 0).then(|| {
-                let target = blocks.entry_weights(first, count);
-                kl_of_block(target, scores.narrow(2, 0, seen), first, compression)
+            blocks.entry_weights(tokens.clone()).map(|target| {
+                let scores = part(&index.scores, 1, tokens.clone());
+                let scores = part(&scores, 2, 0..target.dims()[2]);
+                kl_of_block(target, scores, tokens.start, compression)
             })
         };
-        let sums = (0..tokens).step_by(ROWS).filter_map(divergence).collect();
-        Ok(Some(Tensor::cat(sums, 0).sum()))
+        let sums: Vec<_> = blocks.parts().filter_map(divergence).collect();
+        Ok((!sums.is_empty()).then(|| joined(sums, 0).sum()))
     }
 }
 
