@@ -151,7 +151,7 @@ fn of_layer(
         }
         let quantized = side_of.clone().narrow(2, config.sink_tokens, count);
         let stored = stored(quantized.clone(), config.float);
-        let packed = quantize_side(stored.clone(), which, config.format(which), config.group_size)?;
+        let packed = quantize_side(stored.clone(), which, config)?;
         side(quantized, stored, &packed, name)
     };
     // A Hadamard transform keeps relative errors, so they are measured on transformed values.
@@ -185,8 +185,9 @@ fn of_sparse_layer(
             return Ok(SideError::default());
         };
         let rows = rows.clone().cast(DType::F32).narrow(3, 0, coded);
-        let group = RowFormat::GROUP_SIZE;
-        let packed = quantize_side(rows.clone(), Side::Values, format.codes, group)?;
+        let config =
+            KvCacheConfig::new(format.codes, format.codes).with_group_size(RowFormat::GROUP_SIZE);
+        let packed = quantize_side(rows.clone(), Side::Values, &config)?;
         side(rows.clone(), rows, &packed, name)
     };
     let entries = trace.entries.as_ref().and_then(Entries::tensor);

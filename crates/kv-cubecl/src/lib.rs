@@ -64,7 +64,7 @@ pub use attention::{Attention, AttentionOptions};
 pub use cache::{CacheParts, Counters, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
-pub use formats::{CacheFloat, KvFormat};
+pub use formats::{CacheFloat, GroupOptions, GroupRange, KvFormat, Tile};
 pub use frame_count::Frames;
 pub use frames::FrameConfig;
 pub use functions::{

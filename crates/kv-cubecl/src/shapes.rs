@@ -9,6 +9,10 @@ pub(crate) fn packed(input: [usize; 4], spec: &QuantSpec) -> [usize; 4] {
     if spec.packs_parameters() {
         return [batch, heads, 1, spec.words(tokens, head_dim)];
     }
+    if spec.tile.is_some() {
+        let tiles = tokens / spec.block_tokens();
+        return [batch, heads, tiles, spec.block_words(head_dim)];
+    }
     let words = spec.words_per_group();
     match spec.granularity {
         Granularity::PerChannel => [batch, heads, tokens / spec.group_size * words, head_dim],

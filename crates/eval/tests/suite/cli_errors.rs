@@ -75,7 +75,7 @@ fn caches_that_do_not_fit_are_named() {
     assert_one_line(&ppl(&space, &uneven), &["residual_length 40", "group_size 16"]);
     assert_one_line(
         &ppl(&space, &["--cache", "k5v2"]),
-        &["k5v2", "2, 3, 4, 8, int8", "or 16 for float"],
+        &["k5v2", "2, 3, 4, 8, vn2", "or 16 for float"],
     );
     let twice = ["--cache", "k8v8-g16", "--cache", "k8v8-g16-r128"];
     assert_one_line(&ppl(&space, &twice), &["k8v8-g16", "twice"]);

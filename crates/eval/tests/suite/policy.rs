@@ -263,7 +263,7 @@ fn an_impossible_search_is_refused_in_one_line() {
     let says = |more: &[&str], parts: &[&str]| fails(&search(&out, more), parts);
     says(&["--bytes", "1K"], &["bytes 1000: a cache of 1024 tokens", "takes at least"]);
     says(&["--bytes", "much"], &["--bytes", "\"much\" is no size"]);
-    says(&["--bytes", "1M", "--format", "5"], &["--format", "must be one of 2, 3, 4, 8, int8"]);
+    says(&["--bytes", "1M", "--format", "5"], &["--format", "must be one of 2, 3, 4, 8, vn2"]);
     says(&["--bytes", "1M", "--name", "k4v4"], &["name = k4v4: is the name of the cache k4v4"]);
     says(&["--bytes", "1M", "--base", "k4v4-g64"], &["group_size 64"]);
     says(&["--bytes", "1M", "--tokens", "1"], &["the searched part of", "at least two tokens"]);

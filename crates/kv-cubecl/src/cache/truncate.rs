@@ -44,7 +44,7 @@ impl KvCache {
             return Err(invalid("len", len, rule));
         }
         if len < shortest {
-            let why = match len < self.shortest_by_keys(now) {
+            let why = match len < self.shortest_by_blocks(now) {
                 true => "keys of the tokens before are quantized",
                 false => "its window has left tokens that would be seen",
             };
@@ -68,7 +68,7 @@ impl KvCache {
     pub fn shortest(&self, sequence: usize) -> Result<usize> {
         check_sequence("sequence", sequence, self.lens.len())?;
         let now = self.lens[sequence];
-        Ok(self.shortest_by_keys(now).max(self.shortest_by_window(now)))
+        Ok(self.shortest_by_blocks(now).max(self.shortest_by_window(now)))
     }
 
     /// Truncates a sequence to the [exact](Self::exact) number of tokens up to `len`, and returns
@@ -120,14 +120,18 @@ impl KvCache {
         }
     }
 
-    /// Returns the smallest length with as many quantized keys as `now` tokens have.
-    fn shortest_by_keys(&self, now: usize) -> usize {
-        let schedule = self.layout.schedule();
-        let in_groups = self.layout.sides().keys.spec.is_some_and(|spec| spec.block_tokens() > 1);
-        match schedule.counts(now).keys {
-            keys if keys == 0 || !in_groups => 0,
-            keys => schedule.sink_tokens + schedule.lag() + schedule.sides.keys.keep + keys,
-        }
+    /// Returns the smallest length with as many tokens quantized in blocks as `now` tokens have, on
+    /// both sides.
+    fn shortest_by_blocks(&self, now: usize) -> usize {
+        let (schedule, sides) = (self.layout.schedule(), self.layout.sides());
+        let shortest = Side::BOTH.map(|side| {
+            let in_blocks = sides[side].spec.is_some_and(|spec| spec.block_tokens() > 1);
+            match schedule.counts(now)[side] {
+                count if count == 0 || !in_blocks => 0,
+                count => schedule.sink_tokens + schedule.lag() + schedule.sides[side].keep + count,
+            }
+        });
+        shortest[0].max(shortest[1])
     }
 
     /// Returns `now` if the sliding window has hidden tokens, else 0.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer};
 
 use super::{Flush, KvCacheConfig};
-use crate::formats::{CacheFloat, KvFormat};
+use crate::formats::{CacheFloat, GroupRange, KvFormat, Tile};
 
 /// Defines the fields of a configuration, and lists those that earlier versions named differently.
 macro_rules! fields {
@@ -43,6 +43,12 @@ fields! {
     hadamard_keys: bool, formerly "rotate_keys";
     #[serde(default)]
     sliding_window: Option<usize>, formerly "window";
+    #[serde(default)]
+    tile: Tile;
+    #[serde(default)]
+    key_range: GroupRange;
+    #[serde(default)]
+    value_range: GroupRange;
 }
 
 impl<'de> Deserialize<'de> for KvCacheConfig {
@@ -60,6 +66,9 @@ impl<'de> Deserialize<'de> for KvCacheConfig {
             hadamard_values: fields.hadamard_values,
             hadamard_keys: fields.hadamard_keys,
             sliding_window: fields.sliding_window,
+            tile: fields.tile,
+            key_range: fields.key_range,
+            value_range: fields.value_range,
         })
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 pub use flush::Flush;
 
 use crate::{
-    formats::{CacheFloat, KvFormat},
+    formats::{CacheFloat, GroupOptions, GroupRange, KvFormat, QuantSpec, Tile},
     sides::Side,
 };
 
@@ -74,6 +74,24 @@ pub struct KvCacheConfig {
     /// grow with the capacity. `None` for all tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
+    /// The tiles of the formats `vn2` to `vn4`. Has no effect on others.
+    #[serde(skip_serializing_if = "is_default")]
+    pub tile: Tile,
+    /// The range that the codes of a group of keys cover, in affine formats. Has no effect on
+    /// others.
+    #[serde(skip_serializing_if = "is_min_max")]
+    pub key_range: GroupRange,
+    /// The range that the codes of a group of values cover, as for keys.
+    #[serde(skip_serializing_if = "is_min_max")]
+    pub value_range: GroupRange,
+}
+
+fn is_default(tile: &Tile) -> bool {
+    *tile == Tile::default()
+}
+
+fn is_min_max(range: &GroupRange) -> bool {
+    *range == GroupRange::MinMax
 }
 
 fn is_false(flag: &bool) -> bool {
@@ -82,13 +100,18 @@ fn is_false(flag: &bool) -> bool {
 
 /// Returns whether a format quantizes each token by itself, keys included.
 const fn is_per_token(format: KvFormat) -> bool {
-    format.is_quantized() && !format.is_grouped()
+    format.is_quantized() && !format.is_grouped() && !format.is_tiled()
+}
+
+/// Returns whether a format quantizes tokens together, on one of the sides.
+const fn is_in_groups(format: KvFormat) -> bool {
+    format.is_grouped() || format.is_tiled()
 }
 
 /// Returns the default residual length: KIVI's, or 0 if each token is quantized by itself.
 const fn default_residual(keys: KvFormat, values: KvFormat) -> usize {
     let quantized = keys.is_quantized() || values.is_quantized();
-    if quantized && !keys.is_grouped() && !values.is_grouped() { 0 } else { 128 }
+    if quantized && !is_in_groups(keys) && !is_in_groups(values) { 0 } else { 128 }
 }
 
 impl KvCacheConfig {
@@ -109,6 +132,9 @@ impl KvCacheConfig {
             hadamard_values: false,
             hadamard_keys: false,
             sliding_window: None,
+            tile: Tile::KVARN,
+            key_range: keys.default_range(),
+            value_range: values.default_range(),
         }
     }
 
@@ -124,6 +150,8 @@ impl KvCacheConfig {
     ///
     /// - Keys in one of KIVI's formats lose their Hadamard transform.
     /// - Keys that are quantized one by one are no longer flushed by group.
+    /// - A side that gets another format gets the range of that format.
+    /// - Tiles shrink to 64 tokens if the sliding window has no room for more.
     /// - Group size and residual length return to their defaults, or to the largest length below
     ///   that is whole groups and fits into the sliding window.
     ///
@@ -132,11 +160,25 @@ impl KvCacheConfig {
         let (before, own) = (self, Self::new(keys, values));
         self.keys = keys;
         self.values = values;
+        if keys as usize != before.keys as usize {
+            self.key_range = own.key_range;
+        }
+        if values as usize != before.values as usize {
+            self.value_range = own.value_range;
+        }
         if keys.is_grouped() && !before.keys.is_grouped() {
             self.hadamard_keys = false;
         }
         if is_per_token(keys) && !is_per_token(before.keys) {
             self.flush = self.flush.with_groups(false);
+        }
+        let (tiled, was_tiled) = (self.has_tiles(), before.has_tiles());
+        if let Some(window) = self.sliding_window
+            && tiled
+            && !was_tiled
+            && window < self.tile.tokens
+        {
+            self.tile.tokens = 64;
         }
         if before.fits_group() && !self.fits_group() {
             self.group_size = own.group_size;
@@ -146,11 +188,10 @@ impl KvCacheConfig {
                 Some(window) if window < own.residual_length => window,
                 _ => own.residual_length,
             };
-            let group = self.group_size;
-            self.residual_length = match keys.is_grouped() {
-                true if group > 0 && most >= group => most - most % group,
-                true => group,
-                false => most,
+            self.residual_length = match self.block_tokens() {
+                1 => most,
+                block if block > 0 && most >= block => most - most % block,
+                block => block,
             };
         }
         self
@@ -218,14 +259,62 @@ impl KvCacheConfig {
         self
     }
 
+    /// Sets the tiles of the formats `vn2` to `vn4`.
+    pub const fn with_tile(mut self, tile: Tile) -> Self {
+        self.tile = tile;
+        self
+    }
+
+    /// Sets the ranges that the codes of a group of keys and of values cover.
+    pub const fn with_ranges(mut self, keys: GroupRange, values: GroupRange) -> Self {
+        self.key_range = keys;
+        self.value_range = values;
+        self
+    }
+
+    /// Returns the range that the codes of a group of a side cover.
+    pub const fn range(&self, side: Side) -> GroupRange {
+        match side {
+            Side::Keys => self.key_range,
+            Side::Values => self.value_range,
+        }
+    }
+
+    /// Returns the options of the groups of a side.
+    pub const fn group_options(&self, side: Side) -> GroupOptions {
+        let Self { group_size, tile, .. } = *self;
+        GroupOptions { group_size, range: self.range(side), tile }
+    }
+
+    /// Returns how the tokens of a side with `head_dim` channels are quantized; `None` in float.
+    pub const fn spec(&self, side: Side, head_dim: usize) -> Option<QuantSpec> {
+        self.format(side).spec(side, head_dim, self.group_options(side))
+    }
+
+    /// Returns whether either side is quantized in tiles.
+    pub const fn has_tiles(&self) -> bool {
+        self.keys.is_tiled() || self.values.is_tiled()
+    }
+
+    /// Returns the fewest tokens at whose multiples, counted after the sinks, no side has a group
+    /// or tile of several tokens.
+    pub(crate) const fn block_tokens(&self) -> usize {
+        // The rules say that tiles are whole groups of keys.
+        match self.has_tiles() {
+            true => self.tile.tokens,
+            false if self.keys.is_grouped() => self.group_size,
+            false => 1,
+        }
+    }
+
     /// Returns whether values are stored after a Hadamard transform.
     pub const fn uses_hadamard_values(&self) -> bool {
-        self.hadamard_values && self.values.is_quantized()
+        self.values.is_tiled() || self.hadamard_values && self.values.is_quantized()
     }
 
     /// Returns whether keys are stored after a Hadamard transform.
     pub const fn uses_hadamard_keys(&self) -> bool {
-        self.hadamard_keys && self.keys.is_quantized()
+        self.keys.is_tiled() || self.hadamard_keys && self.keys.is_quantized()
     }
 
     /// Returns whether a side is stored after a Hadamard transform.

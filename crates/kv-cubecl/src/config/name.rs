@@ -6,6 +6,7 @@ use super::{Flush, KvCacheConfig};
 use crate::{
     Error, Result,
     formats::{CacheFloat, KvFormat},
+    sides::Side,
 };
 
 impl fmt::Display for KvCacheConfig {
@@ -31,6 +32,26 @@ impl fmt::Display for KvCacheConfig {
             ] {
                 if is_written {
                     write!(f, "-{part}")?;
+                }
+            }
+            if self.tile.tokens != default.tile.tokens {
+                write!(f, "-t{}", self.tile.tokens)?;
+            }
+            if self.tile.iterations != default.tile.iterations {
+                write!(f, "-i{}", self.tile.iterations)?;
+            }
+            let other = Side::BOTH.map(|side| self.range(side) != default.range(side));
+            match other {
+                [true, true] if self.key_range == self.value_range => {
+                    write!(f, "-{}", self.key_range)?;
+                }
+                [keys, values] => {
+                    if keys {
+                        write!(f, "-k{}", self.key_range)?;
+                    }
+                    if values {
+                        write!(f, "-v{}", self.value_range)?;
+                    }
                 }
             }
         } else {
@@ -108,7 +129,26 @@ impl KvCacheConfig {
             self.float = float;
             return Ok("float");
         }
+        let (sides, range) = match part.as_bytes().first() {
+            Some(b'k') => ("k", &part[1..]),
+            Some(b'v') => ("v", &part[1..]),
+            _ => ("c", part),
+        };
+        if range.starts_with('c') {
+            let range = range.parse()?;
+            if sides != "v" {
+                self.key_range = range;
+            }
+            if sides != "k" {
+                self.value_range = range;
+            }
+            return Ok(sides);
+        }
         match part.as_bytes().first() {
+            Some(b't') => self.tile.tokens = number(part)?,
+            Some(b'i') => {
+                self.tile.iterations = number(part)?.try_into().unwrap_or(u32::MAX);
+            }
             Some(b'g') => self.group_size = number(part)?,
             Some(b'r') => self.residual_length = number(part)?,
             Some(b's') => self.sink_tokens = number(part)?,
@@ -124,16 +164,20 @@ fn read_formats(text: &str) -> Result<KvCacheConfig, String> {
     if text == "float" {
         return Ok(KvCacheConfig::float());
     }
-    let (keys, values) = text
-        .strip_prefix('k')
-        .and_then(|rest| rest.split_once('v'))
-        .ok_or_else(|| format!("{text:?} is neither float nor of the form kKvV"))?;
-    let format = |name: &str| {
-        KvFormat::named(name).ok_or_else(|| {
-            format!("{name:?} in {text:?} is not a format: must be {}", KvFormat::names())
-        })
+    let rest = text.strip_prefix('k').unwrap_or_default();
+    // The name of a format may begin with a v, too.
+    let splits = rest.match_indices('v').map(|(at, _)| (&rest[..at], &rest[at + 1..]));
+    let found = splits
+        .clone()
+        .find_map(|(keys, values)| Some((KvFormat::named(keys)?, KvFormat::named(values)?)));
+    if let Some((keys, values)) = found {
+        return Ok(KvCacheConfig::new(keys, values));
+    }
+    let Some((keys, values)) = splits.clone().next() else {
+        return Err(format!("{text:?} is neither float nor of the form kKvV"));
     };
-    Ok(KvCacheConfig::new(format(keys)?, format(values)?))
+    let wrong = if KvFormat::named(keys).is_some() { values } else { keys };
+    Err(format!("{wrong:?} in {text:?} is not a format: must be {}", KvFormat::names()))
 }
 
 /// Reads the number behind the letter of a part.

@@ -30,6 +30,9 @@ impl KvCacheConfig {
                 self.group_size > 0
                     && fills_words(self.keys, self.group_size)
                     && fills_words(self.values, self.group_size)
+                    && !(self.keys.is_grouped()
+                        && self.values.is_tiled()
+                        && !self.tile.tokens.is_multiple_of(self.group_size))
             }
             false => self.group_size == Self::new(self.keys, self.values).group_size,
         }
@@ -41,7 +44,10 @@ impl KvCacheConfig {
             Some(window) => self.is_quantized() && window < self.residual_length,
             None => false,
         };
-        let whole = !self.keys.is_grouped() || self.residual_length.is_multiple_of(self.group_size);
+        let whole = match self.block_tokens() {
+            0 => false,
+            block => self.residual_length.is_multiple_of(block),
+        };
         (self.residual_length > 0 || !self.needs_residual()) && whole && !hidden
     }
 
@@ -80,8 +86,9 @@ impl KvCacheConfig {
         }
         self.validate_sliding_window()?;
         for side in Side::BOTH {
-            self.format(side).validate(side, head_dim[side], group_size)?;
+            self.format(side).validate(side, head_dim[side], self.group_options(side))?;
         }
+        self.validate_tiles()?;
         self.validate_groups(head_dim)?;
         self.validate_hadamard(head_dim)
     }
@@ -99,6 +106,24 @@ impl KvCacheConfig {
         if self.sink_tokens > window {
             let rule = format!("must be at most sliding_window {window}");
             return Err(invalid("sink_tokens", self.sink_tokens, rule));
+        }
+        Ok(())
+    }
+
+    fn validate_tiles(&self) -> Result<()> {
+        let Self { tile, group_size, residual_length, .. } = *self;
+        // The layout reads the tile of every cache.
+        tile.validate()?;
+        if !self.has_tiles() {
+            return Ok(());
+        }
+        if !residual_length.is_multiple_of(tile.tokens) {
+            let rule = format!("tiles of {} tokens do not divide it", tile.tokens);
+            return Err(invalid("residual_length", residual_length, rule));
+        }
+        if self.keys.is_grouped() && !tile.tokens.is_multiple_of(group_size) {
+            let rule = format!("must divide the tiles of values, {} tokens", tile.tokens);
+            return Err(invalid("group_size", group_size, rule));
         }
         Ok(())
     }
@@ -136,12 +161,19 @@ impl KvCacheConfig {
         }
         for (field, side) in [("hadamard_values", Side::Values), ("hadamard_keys", Side::Keys)] {
             let channels = head_dim[side];
-            if self.uses_hadamard(side) && !channels.is_power_of_two() {
-                let rule = format!("head_dim {channels} of {side} is not a power of two");
-                return Err(invalid(field, true, rule));
+            let misfit = match channels.is_power_of_two() {
+                false => "is not a power of two",
+                true if channels > MAX_HADAMARD => "is above 256",
+                true => continue,
+            };
+            let format = self.format(side);
+            if format.is_tiled() {
+                let rule =
+                    format!("{misfit}, which {side} as {format} need for a Hadamard transform");
+                return Err(invalid("head_dim", channels, rule));
             }
-            if self.uses_hadamard(side) && channels > MAX_HADAMARD {
-                let rule = format!("head_dim {channels} of {side} is above {MAX_HADAMARD}");
+            if self.uses_hadamard(side) {
+                let rule = format!("head_dim {channels} of {side} {misfit}");
                 return Err(invalid(field, true, rule));
             }
         }

@@ -33,7 +33,8 @@ pub(crate) struct PackedRun<'a> {
     /// The words of all packed tokens.
     pub(crate) words: &'a [u32],
     pub(crate) place: PackedLayout,
-    /// The tokens of this run. The first one begins a block.
+    /// The tokens of this run. The first one begins a group of keys; it may lie within a tile of
+    /// values.
     pub(crate) tokens: Range<usize>,
     /// Requested tokens before this run that are not packed.
     pub(crate) skipped: usize,
@@ -67,15 +68,16 @@ impl PackedRun<'_> {
     pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
         let Self { ref place, ref tokens, .. } = *self;
         let PackedLayout { spec, head_dim, .. } = *place;
-        // A tile is whole blocks, although the run may end within a block.
+        // A tile is whole blocks, although the run may begin and end within a block.
         let block_tokens = spec.block_tokens();
         let step = block_tokens.max(TILE / block_tokens * block_tokens);
         let mut tile = vec![0.0; step * head_dim];
-        for token in tokens.clone().step_by(step) {
-            let count = step.min(tokens.end - token);
+        let first = tokens.start / block_tokens * block_tokens;
+        for token in (first..tokens.end).step_by(step) {
+            let (begin, count) = (tokens.start.saturating_sub(token), step.min(tokens.end - token));
             let whole = count.next_multiple_of(block_tokens);
             spec.format.on_cpu().restore(self.words, token, &mut tile[..whole * head_dim], place);
-            visit(token - tokens.start, &tile[..count * head_dim]);
+            visit(token + begin - tokens.start, &tile[begin * head_dim..count * head_dim]);
         }
     }
 }
@@ -90,9 +92,9 @@ pub(crate) trait CpuCodec: Sync {
     /// `first` on.
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout);
 
-    /// Adds the gradient through the parameters to `grad`, the gradient of fake-quantized `rows`:
-    /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout);
+    /// Replaces `grad`, the gradient of fake-quantized `rows`, by the gradient of `rows` through
+    /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
+    fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout);
 
     /// Computes `scores[r * n + t] = query_r . key_t`, by default from restored keys.
     fn score(

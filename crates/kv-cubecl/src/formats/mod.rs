@@ -24,13 +24,21 @@ mod groups;
 mod in_kernels;
 mod int8;
 mod minifloat;
+mod normalized;
 mod packed;
+mod range;
 mod registry;
 mod scaled;
 mod side;
 mod table;
+mod tile;
 
 pub use cache_float::CacheFloat;
 pub(crate) use groups::FrameScale;
+pub use groups::GroupOptions;
+#[cfg(feature = "cube")]
+pub(crate) use normalized::{DEVIATIONS, LOG_SCALES};
 pub use packed::{Codec, Granularity, QuantSpec};
+pub use range::GroupRange;
 pub use registry::KvFormat;
+pub use tile::Tile;

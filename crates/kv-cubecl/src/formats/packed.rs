@@ -1,6 +1,6 @@
 //! How tokens are packed when they leave the residual: groups of codes with one parameter each.
 
-use super::{minifloat::Minifloat, table::codecs};
+use super::{minifloat::Minifloat, range::GroupRange, table::codecs, tile::Tile};
 
 macro_rules! codec_enum {
     ($($(#[$doc:meta])* $module:ident::$Codec:ident { $($formats:tt)* })+) => {
@@ -84,6 +84,10 @@ pub enum Granularity {
 /// a word, they are [packed](Self::packs_parameters) behind the code words of all tokens of the
 /// slice, least significant bits first. One word may then hold parameters of several groups and
 /// tokens.
+///
+/// A [tile](Self::tile) is one block on both sides. Behind its groups are its
+/// [factors](Self::factors) in f16, two in a word: one for each token of keys, or one for each
+/// channel of values. Restored numbers are multiplied by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantSpec {
     /// The meaning of codes and parameters.
@@ -94,9 +98,34 @@ pub struct QuantSpec {
     pub n_bits: u32,
     /// Elements per group.
     pub group_size: usize,
+    /// The range that the codes of a group cover, in affine formats.
+    pub range: GroupRange,
+    /// The tokens that are normalized together; `None` for formats without tiles.
+    pub tile: Option<Tile>,
 }
 
 impl QuantSpec {
+    /// Returns whether the parameters of a group follow from more than its extremes: from another
+    /// range, or from its tile.
+    #[cfg(feature = "cube")]
+    pub(crate) const fn reads_twice(&self) -> bool {
+        self.tile.is_some() || !matches!(self.range, GroupRange::MinMax)
+    }
+
+    /// Returns the number of factors of a tile with `head_dim` channels; 0 without tiles.
+    pub const fn factors(&self, head_dim: usize) -> usize {
+        match (self.tile, self.granularity) {
+            (None, _) => 0,
+            (Some(tile), Granularity::PerChannel) => tile.tokens,
+            (Some(_), Granularity::PerToken) => head_dim,
+        }
+    }
+
+    /// Returns the number of words of a block: its groups, then the factors of a tile.
+    pub const fn block_words(&self, head_dim: usize) -> usize {
+        self.groups(head_dim) * self.words_per_group() + self.factors(head_dim) / 2
+    }
+
     /// Returns whether the high bit of each code is in another word than its low bits.
     pub const fn splits_codes(&self) -> bool {
         self.n_bits == 3
@@ -189,12 +218,13 @@ impl QuantSpec {
         }
     }
 
-    /// Returns the number of tokens that are quantized together: a group per channel, one per
-    /// token.
+    /// Returns the number of tokens that are quantized together: a tile, a group per channel, or
+    /// one per token.
     pub const fn block_tokens(&self) -> usize {
-        match self.granularity {
-            Granularity::PerChannel => self.group_size,
-            Granularity::PerToken => 1,
+        match (self.tile, self.granularity) {
+            (Some(tile), _) => tile.tokens,
+            (None, Granularity::PerChannel) => self.group_size,
+            (None, Granularity::PerToken) => 1,
         }
     }
 
@@ -202,7 +232,7 @@ impl QuantSpec {
     pub const fn groups(&self, head_dim: usize) -> usize {
         match self.granularity {
             Granularity::PerChannel => head_dim,
-            Granularity::PerToken => head_dim / self.group_size,
+            Granularity::PerToken => self.block_tokens() * (head_dim / self.group_size),
         }
     }
 
@@ -226,10 +256,9 @@ impl QuantSpec {
 
     /// Returns the number of words of one (batch, head) slice of `tokens x head_dim` elements.
     pub const fn words(&self, tokens: usize, head_dim: usize) -> usize {
-        let groups = tokens * head_dim / self.group_size;
         match self.packs_parameters() {
-            true => groups * self.code_words() + self.parameter_words(tokens, head_dim),
-            false => groups * self.words_per_group(),
+            true => tokens * self.words_of_codes(head_dim) + self.parameter_words(tokens, head_dim),
+            false => tokens / self.block_tokens() * self.block_words(head_dim),
         }
     }
 

@@ -6,7 +6,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{
     Codec, Granularity, QuantSpec,
-    groups::{FrameScale, Groups},
+    groups::{FrameScale, GroupOptions, Groups},
+    range::GroupRange,
     registry::{KvFormat, Stored},
 };
 use crate::{Result, Side, error::invalid};
@@ -68,6 +69,24 @@ impl KvFormat {
         matches!(self.stored(), Some(Stored { groups: Groups::Kivi, .. }))
     }
 
+    /// Returns whether tokens are quantized in the configuration's tiles.
+    pub const fn is_tiled(self) -> bool {
+        matches!(self.stored(), Some(Stored { groups: Groups::Tile, .. }))
+    }
+
+    /// Returns whether the codes of a group cover a range that the configuration chooses.
+    pub const fn has_range(self) -> bool {
+        matches!(self.stored(), Some(Stored { format: Codec::Affine | Codec::Normalized, .. }))
+    }
+
+    /// Returns the default range: what loses least on keys and values of language models.
+    pub const fn default_range(self) -> GroupRange {
+        match self {
+            Self::Normalized2 => GroupRange::Sigma(195),
+            _ => GroupRange::MinMax,
+        }
+    }
+
     /// Returns the magnitude of a frame from which scales follow; `None` if they do not follow from
     /// frames.
     pub(crate) const fn frame_scale(self) -> Option<FrameScale> {
@@ -100,7 +119,7 @@ impl KvFormat {
     pub const fn granularity(self, side: Side) -> Option<Granularity> {
         match (self.stored(), side) {
             (None, _) => None,
-            (Some(Stored { groups: Groups::Kivi, .. }), Side::Keys) => {
+            (Some(Stored { groups: Groups::Kivi | Groups::Tile, .. }), Side::Keys) => {
                 Some(Granularity::PerChannel)
             }
             (Some(_), _) => Some(Granularity::PerToken),
@@ -109,40 +128,48 @@ impl KvFormat {
 
     /// Returns how the tokens of a side with `head_dim` channels are quantized; `None` in float.
     ///
-    /// Formats that are not [grouped](Self::is_grouped) ignore `group_size`.
-    pub const fn spec(self, side: Side, head_dim: usize, group_size: usize) -> Option<QuantSpec> {
+    /// Formats ignore the options that they do not have.
+    pub const fn spec(
+        self,
+        side: Side,
+        head_dim: usize,
+        options: GroupOptions,
+    ) -> Option<QuantSpec> {
         let (Some(stored), Some(granularity)) = (self.stored(), self.granularity(side)) else {
             return None;
         };
-        let group_size = match stored.groups {
-            Groups::Kivi => group_size,
-            Groups::Token | Groups::Frame(_) => head_dim,
-            Groups::Blocks(channels) => channels,
+        let (group_size, tile) = match (stored.groups, granularity) {
+            (Groups::Kivi, _) => (options.group_size, None),
+            (Groups::Tile, Granularity::PerChannel) => (options.tile.tokens, Some(options.tile)),
+            (Groups::Tile, Granularity::PerToken) => (head_dim, Some(options.tile)),
+            (Groups::Token | Groups::Frame(_), _) => (head_dim, None),
+            (Groups::Blocks(channels), _) => (channels, None),
         };
+        let range = if self.has_range() { options.range } else { GroupRange::MinMax };
         let &Stored { format, n_bits, .. } = stored;
-        Some(QuantSpec { format, granularity, n_bits, group_size })
+        Some(QuantSpec { format, granularity, n_bits, group_size, range, tile })
     }
 
-    /// Checks that the format can store a side with `head_dim` channels in groups of `group_size`.
+    /// Checks that the format can store a side with `head_dim` channels.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) naming the field, its value and the
     /// rule.
-    pub(crate) fn validate(self, side: Side, head_dim: usize, group_size: usize) -> Result<()> {
+    pub(crate) fn validate(self, side: Side, head_dim: usize, options: GroupOptions) -> Result<()> {
         let Some(stored) = self.stored() else { return Ok(()) };
         let name = stored.name;
         let whole =
-            self.spec(side, head_dim, group_size).map_or(1, |spec| spec.codes_in_whole_words());
+            self.spec(side, head_dim, options).map_or(1, |spec| spec.codes_in_whole_words());
         let (field, value, multiple, why) = match stored.groups {
             Groups::Kivi => {
                 let why = format!("{whole} codes of {} bits fill whole words", stored.n_bits);
-                ("group_size", group_size, whole, why)
+                ("group_size", options.group_size, whole, why)
             }
             Groups::Blocks(channels) => {
                 let why = format!("the channels of a block of {side} as {name}");
                 ("head_dim", head_dim, channels, why)
             }
-            Groups::Token => {
+            Groups::Token | Groups::Tile => {
                 let why = format!("the codes in a word of {side} as {name}");
                 ("head_dim", head_dim, whole, why)
             }
@@ -182,7 +209,8 @@ impl QuantSpec {
         let Some(n_bits) = format.affine_bits() else {
             return Err(invalid("format", format, "must be one of KIVI's: 2, 3, 4 or 8"));
         };
-        let spec = Self { format: Codec::Affine, granularity, n_bits, group_size };
+        let (range, tile) = (GroupRange::MinMax, None);
+        let spec = Self { format: Codec::Affine, granularity, n_bits, group_size, range, tile };
         let whole = spec.codes_in_whole_words();
         if group_size == 0 || !group_size.is_multiple_of(whole) {
             let rule = format!("must be a positive multiple of {whole}");

@@ -30,6 +30,23 @@ macro_rules! codecs {
                 )
                 ;
             }
+            /// `(code * scale + min) * factor`, with all three in f16: affine codes of a tile of
+            /// tokens whose variances were normalized.
+            normalized::Normalized {
+                Normalized2(
+                    "vn2", 2, Groups::Tile,
+                    "2-bit codes of variance-normalized tiles, Hadamard-transformed (KVarN)"
+                )
+                Normalized3(
+                    "vn3", 3, Groups::Tile,
+                    "3-bit codes of variance-normalized tiles, Hadamard-transformed (KVarN)"
+                )
+                Normalized4(
+                    "vn4", 4, Groups::Tile,
+                    "4-bit codes of variance-normalized tiles, Hadamard-transformed (KVarN)"
+                )
+                ;
+            }
             /// `code * scale`: signed 8-bit codes from -127 to 127, with the scale in f16.
             int8::Int8 {
                 Int8(

@@ -5,7 +5,7 @@ use burn::{
 use half::f16;
 
 use crate::{
-    Error, Granularity, KvCacheOps, KvFormat, Result, Side, SteGradient,
+    Error, Granularity, KvCacheConfig, KvCacheOps, KvFormat, Result, Side, SteGradient,
     error::invalid,
     layout::{PackedLayout, QuantSpec},
     shapes,
@@ -36,6 +36,9 @@ pub struct Logical {
     /// The exponents of scales that are powers of two, plus 127, one per group and shaped as
     /// `scale` would be; empty for other scales.
     pub exponents: Vec<u8>,
+    /// The factors of tiles, `[batch, n_kv_heads, tiles, tile.tokens]` for keys and
+    /// `[batch, n_kv_heads, tiles, head_dim]` for values; empty in formats without tiles.
+    pub factors: Vec<f16>,
 }
 
 impl Packed {
@@ -71,28 +74,25 @@ impl Packed {
             return out;
         }
         let (per_group, has_min) = (self.spec.code_words(), self.spec.format.has_offset());
-        let mut params = |words: &[u32]| {
-            out.scale.extend(words.iter().map(|&word| f16::from_bits(word as u16)));
-            if has_min {
-                out.min.extend(words.iter().map(|&word| f16::from_bits((word >> 16) as u16)));
-            }
+        let head_dim = self.shape[3];
+        let halves = |word: u32| [word as u16, (word >> 16) as u16].map(f16::from_bits);
+        // A tile has one group of each channel or token, so its lines are as wide as those of KIVI.
+        let line = match self.spec.granularity {
+            Granularity::PerChannel => head_dim,
+            Granularity::PerToken => head_dim / self.spec.group_size,
         };
-        match self.spec.granularity {
-            Granularity::PerChannel => {
-                for group in words.chunks_exact((per_group + 1) * width) {
-                    let (codes, tail) = group.split_at(per_group * width);
-                    out.codes.extend_from_slice(codes);
-                    params(tail);
+        let block_words = self.spec.block_words(head_dim);
+        for block in words.chunks_exact(block_words) {
+            let (groups, factors) = block.split_at(block_words - self.spec.factors(head_dim) / 2);
+            for groups in groups.chunks_exact((per_group + 1) * line) {
+                let (codes, params) = groups.split_at(per_group * line);
+                out.codes.extend_from_slice(codes);
+                for [scale, min] in params.iter().map(|&word| halves(word)) {
+                    out.scale.push(scale);
+                    out.min.extend(has_min.then_some(min));
                 }
             }
-            Granularity::PerToken => {
-                let n_codes = width / (per_group + 1) * per_group;
-                for token in words.chunks_exact(width) {
-                    let (codes, tail) = token.split_at(n_codes);
-                    out.codes.extend_from_slice(codes);
-                    params(tail);
-                }
-            }
+            out.factors.extend(factors.iter().flat_map(|&word| halves(word)));
         }
         debug_assert_eq!(words.len(), batch * heads * rows * width);
         out
@@ -141,9 +141,11 @@ pub fn quantize(
     quantize_with(input, QuantSpec::new(granularity, format, group_size)?)
 }
 
-/// Quantizes `input` as a side of a cache in this format does; `group_size` counts where the format
-/// [has such groups](KvFormat::is_grouped). What numbers become is said in the format; infinities
-/// saturate, and a NaN counts for no scale and has code 0.
+/// Quantizes `input` as a side of a cache of this configuration does. The [format](KvFormat) says
+/// what numbers become; infinities saturate, and a NaN counts for no scale and has code 0. In
+/// tiles, a NaN counts as 0.
+///
+/// `input` is what the cache quantizes: if the cache transforms the side, it has been transformed.
 ///
 /// # Shapes
 /// As [`quantize`].
@@ -151,13 +153,9 @@ pub fn quantize(
 /// # Errors
 /// Fails as [`quantize`] does, and with [`Error::InvalidConfig`] for [`KvFormat::Float`] and for a
 /// head_dim that the format does not take.
-pub fn quantize_side(
-    input: Tensor<4>,
-    side: Side,
-    format: KvFormat,
-    group_size: usize,
-) -> Result<Packed> {
-    quantize_with(input.clone(), side_spec(&input, side, format, group_size)?)
+pub fn quantize_side(input: Tensor<4>, side: Side, config: &KvCacheConfig) -> Result<Packed> {
+    let spec = side_spec(&input, side, config)?;
+    quantize_with(input, spec)
 }
 
 /// [`quantize_side`], restored in one pass, with a choice of gradient.
@@ -170,25 +168,19 @@ pub fn quantize_side(
 pub fn fake_quantize_side(
     input: Tensor<4>,
     side: Side,
-    format: KvFormat,
-    group_size: usize,
+    config: &KvCacheConfig,
     gradient: SteGradient,
 ) -> Result<Tensor<4>> {
-    let spec = side_spec(&input, side, format, group_size)?;
+    let spec = side_spec(&input, side, config)?;
     check("fake_quantize", &input, spec)?;
     Ok(fake_quantize_from(input, spec, 0, gradient))
 }
 
-fn side_spec(
-    input: &Tensor<4>,
-    side: Side,
-    format: KvFormat,
-    group_size: usize,
-) -> Result<QuantSpec> {
-    let [.., head_dim] = input.dims();
-    format.validate(side, head_dim, group_size)?;
-    format
-        .spec(side, head_dim, group_size)
+fn side_spec(input: &Tensor<4>, side: Side, config: &KvCacheConfig) -> Result<QuantSpec> {
+    let ([.., head_dim], format) = (input.dims(), config.format(side));
+    format.validate(side, head_dim, config.group_options(side))?;
+    config
+        .spec(side, head_dim)
         .ok_or_else(|| invalid("format", format, "must be one that quantizes, not float"))
 }
 
@@ -249,16 +241,17 @@ pub(crate) fn fake_quantize_from(
 /// builds also that it is finite.
 fn check(op: &'static str, input: &Tensor<4>, spec: QuantSpec) -> Result<()> {
     let shape = input.dims();
-    let (axis, len) = match spec.granularity {
-        Granularity::PerChannel => ("tokens", shape[2]),
-        Granularity::PerToken => ("head_dim", shape[3]),
+    let (axis, len, unit, name) = match (spec.tile, spec.granularity) {
+        (Some(tile), _) => ("tokens", shape[2], tile.tokens, "tile.tokens"),
+        (None, Granularity::PerChannel) => ("tokens", shape[2], spec.group_size, "group_size"),
+        (None, Granularity::PerToken) => ("head_dim", shape[3], spec.group_size, "group_size"),
     };
-    if spec.group_size == 0 || !len.is_multiple_of(spec.group_size) || shape.contains(&0) {
+    if unit == 0 || !len.is_multiple_of(unit) || shape.contains(&0) {
         return Err(Error::Shape {
             op,
             tensor: "input",
             shape: shape.to_vec(),
-            rule: format!("group_size {} must divide {axis} {len}", spec.group_size),
+            rule: format!("{name} {unit} must divide {axis} {len}"),
         });
     }
     check_dtype(op, "input", input)?;

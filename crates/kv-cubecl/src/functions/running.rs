@@ -8,7 +8,7 @@ use burn::{
 use super::fake_quantize_from;
 use crate::{
     Frames, Granularity, KvCacheOps, RunningScale, SteGradient,
-    formats::{Codec, FrameScale},
+    formats::{Codec, FrameScale, GroupRange},
     layout::QuantSpec,
 };
 
@@ -26,6 +26,8 @@ fn spec(head_dim: usize) -> QuantSpec {
         granularity: Granularity::PerToken,
         n_bits: 8,
         group_size: head_dim + BEHIND,
+        range: GroupRange::MinMax,
+        tile: None,
     }
 }
 

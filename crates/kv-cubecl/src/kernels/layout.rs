@@ -2,8 +2,11 @@
 //! The conformance suite holds it to the original.
 
 use cubecl::prelude::*;
+use kv_device::half::half_value;
 
-use crate::layout::{CacheLayout, QuantSpec, Schedule, SideLayout, SideSchedule, Sides};
+use crate::layout::{
+    CacheLayout, Granularity, QuantSpec, Schedule, SideLayout, SideSchedule, Sides,
+};
 
 /// A [`SideSchedule`].
 #[derive(CubeType, CubeLaunch)]
@@ -104,6 +107,42 @@ pub(crate) fn parameter_address(
 pub(crate) fn parameter_in(word: u32, shift: u32, #[comptime] spec: QuantSpec) -> u32 {
     let mask = comptime!(((1u64 << spec.format.parameter_bits()) - 1) as u32);
     (word >> shift) & mask
+}
+
+/// Returns the number of words of the groups of a block: [`QuantSpec::block_words`] without the
+/// factors of a tile.
+#[cube]
+pub(crate) fn group_words(head_dim: usize, #[comptime] spec: QuantSpec) -> usize {
+    let words_of_group = comptime!(spec.words_per_group());
+    if comptime!(spec.granularity == Granularity::PerChannel) {
+        head_dim * words_of_group
+    } else {
+        comptime!(spec.block_tokens()) * (head_dim / spec.group_size) * words_of_group
+    }
+}
+
+/// Returns the number of words of a block: [`QuantSpec::block_words`].
+#[cube]
+pub(crate) fn block_words(head_dim: usize, #[comptime] spec: QuantSpec) -> usize {
+    let groups = group_words(head_dim, spec);
+    let tile = comptime!(spec.tile);
+    #[comptime]
+    match tile {
+        Some(tile) => {
+            if comptime!(spec.granularity == Granularity::PerChannel) {
+                groups + comptime!(tile.tokens / 2)
+            } else {
+                groups + head_dim / 2
+            }
+        }
+        None => groups,
+    }
+}
+
+/// Returns factor `index` of a tile from its word.
+#[cube]
+pub(crate) fn factor_in(word: u32, index: usize) -> f32 {
+    half_value((word >> ((index % 2) as u32 * 16u32)) & 0xffffu32)
 }
 
 impl SideLayout {

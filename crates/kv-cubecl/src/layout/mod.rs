@@ -230,9 +230,9 @@ fn side(
     side: Side,
     first_element: usize,
 ) -> SideLayout {
-    let KvCacheConfig { capacity, sink_tokens, group_size, sliding_window, .. } = *config;
+    let KvCacheConfig { capacity, sink_tokens, sliding_window, .. } = *config;
     let head_dim = shape.head_dim[side];
-    let spec = config.format(side).spec(side, head_dim, group_size);
+    let spec = config.spec(side, head_dim);
     let schedule = Schedule::new(config);
     let after_sinks = capacity.saturating_sub(sink_tokens);
     // With a sliding window, unquantized tokens and packed ones are kept only while visible; the
@@ -255,11 +255,12 @@ fn side(
             true => 0,
             false => spec.map_or(0, |spec| cut - spec.block_tokens()),
         };
-        let unit = match (config.is_grouped(), newest) {
-            (true, _) => group_size,
-            (false, 0) => cut,
-            (false, newest) if newest.is_multiple_of(cut) => newest,
-            (false, newest) => newest * cut,
+        let unit = match (config.block_tokens(), newest) {
+            (block @ 2.., _) => block,
+            _ if config.is_grouped() => config.group_size,
+            (_, 0) => cut,
+            (_, newest) if newest.is_multiple_of(cut) => newest,
+            (_, newest) => newest * cut,
         };
         (packed + shared).next_multiple_of(unit).max(unit)
     });

@@ -1,6 +1,6 @@
 //! When tokens are quantized.
 
-use super::{Granularity, Side, Sides};
+use super::{QuantSpec, Side, Sides};
 use crate::{Flush, KvCacheConfig};
 
 /// When the tokens of one side are quantized: of `n` tokens after the sinks the first
@@ -14,14 +14,15 @@ pub struct SideSchedule {
 }
 
 impl SideSchedule {
-    /// Returns the schedule of a side with this grouping axis; `None` stays in float.
-    const fn new(config: &KvCacheConfig, granularity: Option<Granularity>) -> Self {
+    /// Returns the schedule of a side whose tokens are quantized in blocks of this many; `None`
+    /// stays in float.
+    const fn new(config: &KvCacheConfig, block_tokens: Option<usize>) -> Self {
         let length = config.residual_length;
-        match (granularity, config.flush.is_by_group()) {
+        match (block_tokens, config.flush.is_by_group()) {
             (None, _) => Self::NEVER,
-            (Some(Granularity::PerToken), _) => Self::one_by_one(length),
-            (Some(Granularity::PerChannel), false) => Self::blocks(length),
-            (Some(Granularity::PerChannel), true) => Self::groups(length, config.group_size),
+            (Some(1), _) => Self::one_by_one(length),
+            (Some(_), false) => Self::blocks(length),
+            (Some(block), true) => Self::groups(length, block),
         }
     }
 
@@ -80,6 +81,13 @@ impl SideSchedule {
     }
 }
 
+const fn block_tokens(spec: Option<QuantSpec>) -> Option<usize> {
+    match spec {
+        Some(spec) => Some(spec.block_tokens()),
+        None => None,
+    }
+}
+
 /// Numbers of quantized keys and values, counted after the sinks.
 pub type QuantizedCounts = Sides<usize>;
 
@@ -100,8 +108,11 @@ pub struct Schedule {
 impl Schedule {
     /// Returns the schedule of a configuration.
     pub const fn new(config: &KvCacheConfig) -> Self {
-        let keys = SideSchedule::new(config, config.keys.granularity(Side::Keys));
-        let values = SideSchedule::new(config, config.values.granularity(Side::Values));
+        // The number of channels does not matter for the number of tokens.
+        let keys = config.spec(Side::Keys, config.group_size);
+        let values = config.spec(Side::Values, config.group_size);
+        let keys = SideSchedule::new(config, block_tokens(keys));
+        let values = SideSchedule::new(config, block_tokens(values));
         let sides = Sides { keys, values };
         let KvCacheConfig { flush, sink_tokens, sliding_window, .. } = *config;
         Self { sides, flush, sink_tokens, sliding_window }

@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use half::f16;
 
-use super::quantizer::{dequantize_group, quantize_group};
-use crate::KvFormat;
+use super::quantizer::{dequantize_group, quantize_group_in};
+use crate::{GroupRange, KvFormat};
 
 /// A group quantized to `value * scale`.
 #[derive(Clone, Debug, PartialEq)]
@@ -143,6 +143,8 @@ pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) 
         | KvFormat::Affine4
         | KvFormat::Affine8
         | KvFormat::Int8Groups => values.then_some(group),
+        // Tiles are of tokens.
+        KvFormat::Normalized2 | KvFormat::Normalized3 | KvFormat::Normalized4 => None,
         KvFormat::Int8
         | KvFormat::Int8Frames
         | KvFormat::Int8Percentile
@@ -211,9 +213,9 @@ pub fn restore_scaled(group: &ScaledGroup, format: KvFormat) -> Vec<f32> {
 }
 
 /// Quantizes and restores a group.
-pub fn fake_quantize_group(values: &[f32], format: KvFormat) -> Vec<f32> {
+pub fn fake_quantize_group(values: &[f32], format: KvFormat, range: GroupRange) -> Vec<f32> {
     match format.affine_bits() {
-        Some(n_bits) => dequantize_group(&quantize_group(values, n_bits)),
+        Some(n_bits) => dequantize_group(&quantize_group_in(values, n_bits, range)),
         None if format == KvFormat::Float => values.to_vec(),
         None => restore_scaled(&scaled_group(values, format), format),
     }
@@ -274,7 +276,7 @@ mod tests {
         );
         assert_eq!(group.scale, 2.0);
         assert_eq!(restore_scaled(&group, KvFormat::Int8), [254.0, -254.0, 0.0, 4.0, -4.0, 0.0]);
-        assert_eq!(fake_quantize_group(&[0.0; 4], KvFormat::Int8), [0.0; 4]);
+        assert_eq!(fake_quantize_group(&[0.0; 4], KvFormat::Int8, GroupRange::MinMax), [0.0; 4]);
         let huge = scaled_group(&[f32::INFINITY, 1.0], KvFormat::Int8);
         assert_eq!((huge.scale, &huge.codes[..]), (65504.0, &[127, 0][..]));
     }

@@ -2,14 +2,12 @@
 
 use super::{
     attention::{RowOptions, attend_row_backward},
-    formats::{row_group, scaled_group_backward},
     hadamard::hadamard,
-    quantizer::{F16_MAX, quantize_group},
     sequence::{token, with_dim},
-    stream::{StreamOracle, stored, to_f64, uses_hadamard},
-    tensor::groups,
+    stream::{StreamOracle, quantized_together, stored, to_f64, uses_hadamard},
+    tensor::fake_quantize_side_backward,
 };
-use crate::{CacheShape, Granularity, KvCacheConfig, KvFormat, Side, Sides, SteGradient};
+use crate::{CacheShape, KvCacheConfig, KvFormat, Side, Sides, SteGradient};
 
 /// Gradients of a scalar loss with respect to the inputs of [`stream`](super::stream).
 #[derive(Clone, Debug)]
@@ -132,58 +130,17 @@ fn through_quantizer(
     }
     let sinks = config.sink_tokens;
     let [batch, heads, tokens, head_dim] = shape;
-    let in_rows = row_group(format, side == Side::Values, head_dim, config.group_size);
-    let (granularity, group_size) = match in_rows {
-        Some(group) => (Granularity::PerToken, group),
-        None => (Granularity::PerChannel, config.group_size),
-    };
+    let unit = quantized_together(config, side);
     let after = tokens.saturating_sub(sinks);
-    let grouped = match granularity {
-        Granularity::PerChannel => after - after % group_size,
-        Granularity::PerToken => after,
-    };
+    let n = after - after % unit;
     for slice in 0..batch * heads {
         let first = (slice * tokens + sinks.min(tokens)) * head_dim;
-        for elements in groups([1, 1, grouped, head_dim], granularity, group_size) {
-            let elements: Vec<usize> = elements.into_iter().map(|index| first + index).collect();
-            let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
-            let grads: Vec<f64> = elements.iter().map(|&index| grad[index]).collect();
-            let through = match format.affine_bits() {
-                Some(n_bits) => fake_quantize_group_backward(&values, &grads, n_bits),
-                None => scaled_group_backward(&values, &grads, format),
-            };
-            elements.iter().zip(through).for_each(|(&index, through)| out[index] = through);
-        }
+        let part = first..first + n * head_dim;
+        let shape = [1, 1, n, head_dim];
+        let (input, grad) = (&input[part.clone()], &grad[part.clone()]);
+        let through = fake_quantize_side_backward(input, grad, shape, side, config);
+        out[part].copy_from_slice(&through);
     }
-    out
-}
-
-/// [`SteGradient::ScaleMin`] for one group: the gradient of `values` from `grad`, that of what they
-/// restore to. A NaN has no rounding error.
-pub fn fake_quantize_group_backward(values: &[f32], grad: &[f64], n_bits: u32) -> Vec<f64> {
-    let mut out = grad.to_vec();
-    let group = quantize_group(values, n_bits);
-    let (scale, min) = (group.scale.to_f64(), group.min.to_f64());
-    if scale == 0.0 {
-        return out;
-    }
-    let x: Vec<f64> = values.iter().map(|x| f64::from(x.clamp(-F16_MAX, F16_MAX))).collect();
-    let numbers = || x.iter().copied().enumerate().filter(|(_, x)| !x.is_nan());
-    let error = |i: usize, x: f64| (f64::from(group.codes[i]) - (x - min) / scale).clamp(-0.5, 0.5);
-    let sum: f64 = numbers().map(|(i, x)| error(i, x) * grad[i]).sum();
-    let first = numbers().next().map_or(0, |(i, _)| i);
-    let (mut lowest, mut highest) = (first, first);
-    for (i, value) in numbers() {
-        if value < x[lowest] {
-            lowest = i;
-        }
-        if value > x[highest] {
-            highest = i;
-        }
-    }
-    let n = f64::from((1u32 << n_bits) - 1);
-    out[highest] += sum / n;
-    out[lowest] -= sum / n;
     out
 }
 
@@ -193,7 +150,7 @@ fn add(to: &mut [f64], from: &[f64]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{causal_attention, dequantize_group};
+    use super::super::causal_attention;
     use super::*;
 
     /// Without quantization, the straight-through gradient is the true one. It is compared with
@@ -230,23 +187,5 @@ mod tests {
                 assert!((slope - got).abs() < 1e-7, "input {which} {index}: {got}, not {slope}");
             }
         }
-    }
-
-    #[test]
-    fn scale_gradients_by_hand() {
-        // min -1, max 2, scale 1, codes 0 3 0 2 2 2.
-        let values = [-1.0, 2.0, -0.5, 0.5, 0.6, 1.4];
-        let grad = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0];
-        assert_eq!(dequantize_group(&quantize_group(&values, 2))[2..], [-1.0, 1.0, 1.0, 1.0]);
-        // Errors 0, 0, -0.5, 0.5, 0.4, -0.4: -2 + 4 + 6.4 - 12.8 = -4.4, a third of it moves.
-        let got = fake_quantize_group_backward(&values, &grad, 2);
-        let expected = [1.0 + 4.4 / 3.0, 2.0 - 4.4 / 3.0, 4.0, 8.0, 16.0, 32.0];
-        for (got, expected) in got.iter().zip(expected) {
-            assert!((got - expected).abs() < 1e-5, "{got}, not {expected}");
-        }
-        // A constant group, and the first of equal extremes.
-        assert_eq!(fake_quantize_group_backward(&[0.1; 6], &grad, 4), grad);
-        let ties = fake_quantize_group_backward(&[0.0, 3.0, 0.0, 3.0, 1.25, 1.0], &grad, 2);
-        assert_eq!(ties, [1.0 + 4.0 / 3.0, 2.0 - 4.0 / 3.0, 4.0, 8.0, 16.0, 32.0]);
     }
 }

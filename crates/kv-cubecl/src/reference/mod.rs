@@ -30,6 +30,7 @@ mod sequence;
 mod sparse;
 mod stream;
 mod tensor;
+mod tile;
 
 pub use attention::{
     Row, RowGradients, RowOptions, attend_row, attend_row_backward, attend_row_with,
@@ -39,11 +40,12 @@ pub use formats::{
     Numbers, ScaledGroup, fake_quantize_group, numbers, restore_scaled, row_group, scaled_group,
     scaled_group_backward,
 };
-pub use gradient::{
-    StreamGradients, fake_quantize_group_backward, stream_gradients, stream_gradients_with,
-};
+pub use gradient::{StreamGradients, stream_gradients, stream_gradients_with};
 pub use hadamard::hadamard;
-pub use quantizer::{F16_MAX, QuantizedGroup, dequantize_group, quantize_group};
+pub use quantizer::{
+    F16_MAX, QuantizedGroup, dequantize_group, fake_quantize_group_backward, quantize_group,
+    quantize_group_in,
+};
 pub use running::{restore_with, running_amax};
 pub use sequence::{Streamed, stream};
 pub use sparse::{
@@ -51,4 +53,8 @@ pub use sparse::{
     rope_pairs, stored_row,
 };
 pub use stream::{Lane, StreamOracle};
-pub use tensor::{dequantize, fake_quantize, fake_quantize_side, quantize, quantize_side};
+pub use tensor::{
+    dequantize, fake_quantize, fake_quantize_side, fake_quantize_side_backward, quantize,
+    quantize_side,
+};
+pub use tile::{QuantizedTile, TileOptions, dequantize_tile, quantize_tile, tile_backward};

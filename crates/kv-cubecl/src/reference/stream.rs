@@ -6,32 +6,29 @@ use super::{
     attention::attend_row,
     formats::{fake_quantize_group, row_group},
     hadamard::hadamard,
+    tensor::{fake_quantize_side, tile_options},
 };
-use crate::{CacheFloat, CacheShape, KvCacheConfig, KvFormat, QuantizedCounts, Side, Sides};
+use crate::{
+    CacheFloat, CacheShape, GroupRange, KvCacheConfig, KvFormat, QuantizedCounts, Side, Sides,
+};
 
 /// One token of one (batch, kv head).
 #[derive(Clone, Debug)]
 struct Token {
     /// Key and value, rounded to the float type of the cache.
-    key: Vec<f32>,
-    value: Vec<f32>,
+    rows: Sides<Vec<f32>>,
     /// Key and value as queries see them: the same numbers, or what the quantizer restores.
-    seen_key: Vec<f64>,
-    seen_value: Vec<f64>,
-    key_quantized: bool,
-    value_quantized: bool,
+    seen: Sides<Vec<f64>>,
+    quantized: Sides<bool>,
 }
 
 /// The cache of one (batch, kv head).
 #[derive(Clone, Debug, Default)]
 pub struct Lane {
     tokens: Vec<Token>,
-    /// Tokens past the sinks whose key is in float; the window fills up and is flushed as a whole,
-    /// or by its first group if it slides; or it slides as that of values, where each key is
-    /// quantized by itself.
-    key_residual: Vec<usize>,
-    /// Tokens past the sinks whose value is in float; the window slides.
-    value_residual: VecDeque<usize>,
+    /// Tokens past the sinks that are in float. Of a side that is quantized token by token, the
+    /// window slides. Otherwise it fills up and is flushed as a whole, or by its first block.
+    residual: Sides<VecDeque<usize>>,
 }
 
 impl Lane {
@@ -39,71 +36,46 @@ impl Lane {
         let transformed = |row: &[f32], side| {
             if uses_hadamard(config, side) { hadamard(row) } else { row.to_vec() }
         };
-        let (key, value) = (transformed(key, Side::Keys), transformed(value, Side::Values));
-        let (key, value) = (stored(&key, config.float), stored(&value, config.float));
+        let given = Sides { keys: key, values: value };
+        let rows = Sides::from_fn(|side| stored(&transformed(given[side], side), config.float));
+        let seen = Sides::from_fn(|side| seen(&rows[side], config, side));
         let new = self.tokens.len();
-        self.tokens.push(Token {
-            seen_key: seen(&key, config, Side::Keys),
-            seen_value: seen(&value, config, Side::Values),
-            key,
-            value,
-            key_quantized: false,
-            value_quantized: false,
-        });
+        self.tokens.push(Token { rows, seen, quantized: Sides::from(false) });
         if new >= config.sink_tokens {
-            self.key_residual.push(new);
-            self.value_residual.push_back(new);
+            Side::BOTH.into_iter().for_each(|side| self.residual[side].push_back(new));
         }
     }
 
     /// Quantizes what has left the windows.
     fn flush(&mut self, config: &KvCacheConfig) {
-        let head_dim = self.tokens.last().map_or(1, |token| token.key.len());
-        let in_rows = row_group(config.keys, false, head_dim, config.group_size);
-        let window = self.key_residual.len();
-        match in_rows {
-            Some(group) if window > config.residual_length => {
-                let token = &mut self.tokens[self.key_residual.remove(0)];
-                let key = restored(&token.key, config.keys, group);
-                token.seen_key = seen(&key, config, Side::Keys);
-                token.key_quantized = true;
+        for side in Side::BOTH {
+            if config.format(side) == KvFormat::Float {
+                continue;
             }
-            None if config.keys != KvFormat::Float && window == config.residual_length => {
-                let leaving = if config.flush.is_by_group() {
-                    config.group_size
-                } else {
-                    config.residual_length
-                };
-                let residual: Vec<usize> = self.key_residual.drain(..leaving).collect();
-                for group in residual.chunks(config.group_size) {
-                    self.quantize_keys(group, config.keys);
-                }
+            let (unit, length) = (quantized_together(config, side), config.residual_length);
+            let leaving = match self.residual[side].len() {
+                n if unit == 1 && n > length => 1,
+                n if unit > 1 && n == length && config.flush.is_by_group() => unit,
+                n if unit > 1 && n == length => length,
+                _ => 0,
+            };
+            let leaving: Vec<usize> = self.residual[side].drain(..leaving).collect();
+            for block in leaving.chunks(unit) {
+                self.quantize(block, side, config);
             }
-            _ => {}
-        }
-        let head_dim = self.tokens.last().map_or(1, |token| token.value.len());
-        if let Some(group) = row_group(config.values, true, head_dim, config.group_size)
-            && self.value_residual.len() > config.residual_length
-            && let Some(oldest) = self.value_residual.pop_front()
-        {
-            let token = &mut self.tokens[oldest];
-            let value = restored(&token.value, config.values, group);
-            token.seen_value = seen(&value, config, Side::Values);
-            token.value_quantized = true;
         }
     }
 
-    /// Quantizes the keys of the tokens in `group`, each channel a group of its own.
-    fn quantize_keys(&mut self, group: &[usize], format: KvFormat) {
-        for channel in 0..self.tokens[group[0]].key.len() {
-            let column: Vec<f32> = group.iter().map(|&t| self.tokens[t].key[channel]).collect();
-            let restored = fake_quantize_group(&column, format);
-            for (&token, restored) in group.iter().zip(restored) {
-                self.tokens[token].seen_key[channel] = f64::from(restored);
-            }
-        }
-        for &token in group {
-            self.tokens[token].key_quantized = true;
+    /// Quantizes the rows of the tokens in `block` together.
+    fn quantize(&mut self, block: &[usize], side: Side, config: &KvCacheConfig) {
+        let rows = block.iter().flat_map(|&token| self.tokens[token].rows[side].clone());
+        let rows: Vec<f32> = rows.collect();
+        let head_dim = rows.len() / block.len();
+        let shape = [1, 1, block.len(), head_dim];
+        let restored = fake_quantize_side(&rows, shape, side, config);
+        for (&token, row) in block.iter().zip(restored.chunks(head_dim)) {
+            self.tokens[token].seen[side] = seen(row, config, side);
+            self.tokens[token].quantized[side] = true;
         }
     }
 
@@ -116,25 +88,22 @@ impl Lane {
 
     /// Keys of some tokens as a query sees them now.
     pub fn keys(&self, tokens: &[usize]) -> Vec<&[f64]> {
-        tokens.iter().map(|&token| self.tokens[token].seen_key.as_slice()).collect()
+        tokens.iter().map(|&token| self.tokens[token].seen.keys.as_slice()).collect()
     }
 
     /// Values of some tokens as a query sees them now.
     pub fn values(&self, tokens: &[usize]) -> Vec<&[f64]> {
-        tokens.iter().map(|&token| self.tokens[token].seen_value.as_slice()).collect()
+        tokens.iter().map(|&token| self.tokens[token].seen.values.as_slice()).collect()
     }
 
     /// Returns whether the key and the value of a token are quantized now.
     pub fn quantized(&self, token: usize) -> (bool, bool) {
-        (self.tokens[token].key_quantized, self.tokens[token].value_quantized)
+        (self.tokens[token].quantized.keys, self.tokens[token].quantized.values)
     }
 
     /// Quantized tokens, counted one by one.
     pub fn counts(&self) -> QuantizedCounts {
-        QuantizedCounts {
-            keys: self.tokens.iter().filter(|token| token.key_quantized).count(),
-            values: self.tokens.iter().filter(|token| token.value_quantized).count(),
-        }
+        Sides::from_fn(|side| self.tokens.iter().filter(|token| token.quantized[side]).count())
     }
 }
 
@@ -218,14 +187,23 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
 /// Returns whether a side is stored after the Hadamard transform.
 pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     match side {
+        _ if tile_options(config, side, 1).is_some() => true,
         Side::Keys => config.hadamard_keys && config.keys != KvFormat::Float,
         Side::Values => config.hadamard_values && config.values != KvFormat::Float,
     }
 }
 
+/// Returns the number of tokens that are quantized together.
+pub(super) fn quantized_together(config: &KvCacheConfig, side: Side) -> usize {
+    let tile = tile_options(config, side, 1).map(|options| options.tile.tokens);
+    let rows = row_group(config.format(side), side == Side::Values, 1, 1).map(|_| 1);
+    tile.or(rows).unwrap_or(config.group_size)
+}
+
 /// Quantizes and restores a row in groups of `group` channels.
 pub(super) fn restored(row: &[f32], format: KvFormat, group: usize) -> Vec<f32> {
-    row.chunks(group).flat_map(|group| fake_quantize_group(group, format)).collect()
+    let restored = |group| fake_quantize_group(group, format, GroupRange::MinMax);
+    row.chunks(group).flat_map(restored).collect()
 }
 
 /// Returns a stored row as queries see it, in f64, after undoing the Hadamard transform.

@@ -3,10 +3,14 @@
 use half::f16;
 
 use super::{
-    formats::{fake_quantize_group, has_exponents, row_group, scaled_group},
-    quantizer::{QuantizedGroup, dequantize_group, quantize_group},
+    formats::{fake_quantize_group, has_exponents, row_group, scaled_group, scaled_group_backward},
+    quantizer::{
+        QuantizedGroup, dequantize_group, fake_quantize_group_backward, quantize_group,
+        quantize_group_in,
+    },
+    tile::{TileOptions, dequantize_tile, quantize_tile, tile_backward},
 };
-use crate::{Granularity, KvFormat, Logical, Side};
+use crate::{Granularity, KvCacheConfig, KvFormat, Logical, Side};
 
 /// The elements of every group, as indices into the tensor; groups are in the order of their
 /// parameters.
@@ -105,31 +109,71 @@ pub fn quantize(
     out
 }
 
-/// Quantizes `input` of `shape` as a side of a cache in this format does.
+/// Returns how the tiles of a side are quantized; `None` for a format without tiles.
+pub(super) fn tile_options(
+    config: &KvCacheConfig,
+    side: Side,
+    head_dim: usize,
+) -> Option<TileOptions> {
+    let n_bits = match config.format(side) {
+        KvFormat::Normalized2 => 2,
+        KvFormat::Normalized3 => 3,
+        KvFormat::Normalized4 => 4,
+        _ => return None,
+    };
+    Some(TileOptions { side, head_dim, n_bits, range: config.range(side), tile: config.tile })
+}
+
+/// Quantizes `input` of `shape` as a side of a cache does.
 pub fn quantize_side(
     input: &[f32],
     shape: [usize; 4],
     side: Side,
-    format: KvFormat,
-    group_size: usize,
+    config: &KvCacheConfig,
 ) -> Logical {
-    let (granularity, group_size) = grouping(shape, side, format, group_size);
-    if let Some(n_bits) = format.affine_bits() {
-        return quantize(input, shape, granularity, n_bits, group_size);
-    }
+    let format = config.format(side);
     let n_bits = format.n_bits();
     let codes = vec![0; input.len() * n_bits as usize / 32];
     let mut out = Logical { codes, ..Logical::default() };
+    if let Some(options) = tile_options(config, side, shape[3]) {
+        let granularity = match side {
+            Side::Keys => Granularity::PerChannel,
+            Side::Values => Granularity::PerToken,
+        };
+        let len = options.tile.tokens * shape[3];
+        for (nth, rows) in input.chunks(len).enumerate() {
+            let tile = quantize_tile(rows, &options);
+            out.scale.extend(tile.scale);
+            out.min.extend(tile.min);
+            out.factors.extend(tile.factors);
+            for (i, code) in tile.codes.into_iter().enumerate() {
+                let places = places(nth * len + i, shape, granularity, n_bits);
+                write_code(&mut out.codes, places, code);
+            }
+        }
+        return out;
+    }
+    let (granularity, group_size) = grouping(shape, side, format, config.group_size);
     for elements in groups(shape, granularity, group_size) {
         let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
-        let group = scaled_group(&values, format);
-        match has_exponents(format) {
-            true => out.exponents.push(group.parameter as u8),
-            false => out.scale.push(f16::from_bits(group.parameter)),
-        }
-        for (index, code) in elements.into_iter().zip(group.codes) {
-            let places = places(index, shape, granularity, n_bits);
-            write_code(&mut out.codes, places, u32::from(code));
+        let codes: Vec<u32> = match format.affine_bits() {
+            Some(n_bits) => {
+                let group = quantize_group_in(&values, n_bits, config.range(side));
+                out.scale.push(group.scale);
+                out.min.push(group.min);
+                group.codes
+            }
+            None => {
+                let group = scaled_group(&values, format);
+                match has_exponents(format) {
+                    true => out.exponents.push(group.parameter as u8),
+                    false => out.scale.push(f16::from_bits(group.parameter)),
+                }
+                group.codes.into_iter().map(u32::from).collect()
+            }
+        };
+        for (index, code) in elements.into_iter().zip(codes) {
+            write_code(&mut out.codes, places(index, shape, granularity, n_bits), code);
         }
     }
     out
@@ -140,15 +184,51 @@ pub fn fake_quantize_side(
     input: &[f32],
     shape: [usize; 4],
     side: Side,
-    format: KvFormat,
-    group_size: usize,
+    config: &KvCacheConfig,
 ) -> Vec<f32> {
-    let (granularity, group_size) = grouping(shape, side, format, group_size);
+    let format = config.format(side);
+    if let Some(options) = tile_options(config, side, shape[3]) {
+        let tiles = input.chunks(options.tile.tokens * shape[3]);
+        let restored = |rows| dequantize_tile(&quantize_tile(rows, &options), &options);
+        return tiles.flat_map(restored).collect();
+    }
+    let (granularity, group_size) = grouping(shape, side, format, config.group_size);
     let mut out = vec![0.0; input.len()];
     for elements in groups(shape, granularity, group_size) {
         let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
-        let restored = fake_quantize_group(&values, format);
+        let restored = fake_quantize_group(&values, format, config.range(side));
         elements.into_iter().zip(restored).for_each(|(index, x)| out[index] = x);
+    }
+    out
+}
+
+/// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) of [`fake_quantize_side`]: the gradient
+/// of `input` from `grad`, the gradient of the restored numbers.
+pub fn fake_quantize_side_backward(
+    input: &[f32],
+    grad: &[f64],
+    shape: [usize; 4],
+    side: Side,
+    config: &KvCacheConfig,
+) -> Vec<f64> {
+    let format = config.format(side);
+    if let Some(options) = tile_options(config, side, shape[3]) {
+        let len = options.tile.tokens * shape[3];
+        let tiles = input.chunks(len).zip(grad.chunks(len));
+        return tiles.flat_map(|(rows, grad)| tile_backward(rows, grad, &options)).collect();
+    }
+    let (granularity, group_size) = grouping(shape, side, format, config.group_size);
+    let mut out = vec![0.0; input.len()];
+    for elements in groups(shape, granularity, group_size) {
+        let values: Vec<f32> = elements.iter().map(|&index| input[index]).collect();
+        let grads: Vec<f64> = elements.iter().map(|&index| grad[index]).collect();
+        let through = match format.affine_bits() {
+            Some(n_bits) => {
+                fake_quantize_group_backward(&values, &grads, n_bits, config.range(side))
+            }
+            None => scaled_group_backward(&values, &grads, format),
+        };
+        elements.into_iter().zip(through).for_each(|(index, through)| out[index] = through);
     }
     out
 }

@@ -4,15 +4,16 @@ use core::ops::Range;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-use super::{Compression, Selection, select::hidden_entries};
+use super::{
+    Compression, Selection,
+    select::hidden_entries,
+    sequence::{SCORES, joined, part, parts},
+};
 use crate::{Error, Result, error::invalid};
 
 /// The shortest and the longest block of tokens that attend to the same recent tokens. A sliding
 /// window between them is a block.
 const BLOCK: core::ops::RangeInclusive<usize> = 64..=256;
-
-/// Scores that are computed together: 64 MiB.
-pub(super) const SCORES: usize = 1 << 24;
 
 /// The compressed entries of a sequence, and which of them a token attends to.
 #[derive(Clone, Copy, Debug)]
@@ -61,29 +62,6 @@ pub fn sparse_attention(
     let blocks = Blocks::new(query, rows, compressed, options);
     let outputs: Vec<_> = blocks.parts().map(|part| blocks.output(part)).collect();
     Ok(joined(outputs, 2))
-}
-
-/// Concatenates parts. A single part is not copied.
-pub(super) fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, axis: usize) -> Tensor<D> {
-    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, axis) }
-}
-
-/// Returns `range` of an axis. The whole axis is not copied, and neither is its gradient.
-pub(super) fn part<const D: usize>(x: &Tensor<D>, axis: usize, range: Range<usize>) -> Tensor<D> {
-    match range.len() == x.dims()[axis] {
-        true => x.clone(),
-        false => x.clone().narrow(axis, range.start, range.len()),
-    }
-}
-
-/// Splits `tokens` into parts of at most `most` tokens, but at least one block of `block`.
-pub(super) fn parts(
-    tokens: usize,
-    most: usize,
-    block: usize,
-) -> impl Iterator<Item = Range<usize>> {
-    let step = (most / block).max(1) * block;
-    (0..tokens).step_by(step).map(move |first| first..tokens.min(first + step))
 }
 
 /// Sparse attention in blocks of tokens. The tokens of a block are compared with the recent tokens

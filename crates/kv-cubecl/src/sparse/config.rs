@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Compression;
-use crate::{CacheFloat, KvFormat, Result, Side, error::invalid, layout::QuantSpec};
+use crate::{CacheFloat, GroupOptions, KvFormat, Result, Side, error::invalid, layout::QuantSpec};
 
 /// The storage of rows: compressed entries, or the keys of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -21,6 +21,8 @@ pub struct RowFormat {
 impl RowFormat {
     /// Channels that share a scale in KIVI's formats.
     pub const GROUP_SIZE: usize = 32;
+
+    const GROUPS: GroupOptions = GroupOptions::new(Self::GROUP_SIZE);
 
     /// Stores rows in a float type.
     pub const fn float(float: CacheFloat) -> Self {
@@ -47,7 +49,7 @@ impl RowFormat {
     pub const fn spec(&self, width: usize) -> Option<QuantSpec> {
         match self.coded_channels(width) {
             0 => None,
-            coded => self.codes.spec(Side::Values, coded, Self::GROUP_SIZE),
+            coded => self.codes.spec(Side::Values, coded, Self::GROUPS),
         }
     }
 
@@ -59,7 +61,11 @@ impl RowFormat {
         }
         let Some(spec) = self.spec(width) else { return Ok(()) };
         let coded = self.coded_channels(width);
-        self.codes.validate(Side::Values, coded, Self::GROUP_SIZE)?;
+        if self.codes.is_tiled() {
+            let rule = format!("{field} are stored row by row, not in tiles");
+            return Err(invalid("codes", self.codes, rule));
+        }
+        self.codes.validate(Side::Values, coded, Self::GROUPS)?;
         if !coded.is_multiple_of(spec.group_size) {
             let rule = format!(
                 "must be a multiple of {}, the channels of a group of {field} as {}",

@@ -19,6 +19,7 @@ mod plan;
 mod rope;
 mod rounded;
 mod select;
+mod sequence;
 mod slots;
 mod span;
 mod store;

@@ -9,7 +9,7 @@ use burn::{
 
 use super::{
     Compression, SparseOps,
-    attention::{SCORES, joined, part, parts},
+    sequence::{SCORES, joined, part, parts},
     span::span,
 };
 use crate::{Error, Result, error::invalid};

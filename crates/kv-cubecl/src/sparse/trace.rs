@@ -6,8 +6,9 @@ use burn::tensor::{DType, Tensor, activation};
 
 use super::{
     Compressed, Compression, Entries, IndexQuery, Selection, SparseConfig, SparseOptions,
-    attention::{Blocks, joined, part},
+    attention::Blocks,
     select::hidden_entries,
+    sequence::{joined, part},
 };
 use crate::{Result, error::invalid, functions::store};
 

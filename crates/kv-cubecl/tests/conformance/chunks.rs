@@ -28,7 +28,6 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
     let text = text.tokens(0..cache.len());
     let counts = cache.quantized_counts();
     let sinks = text.config.sink_tokens;
-    let group = text.config.group_size;
     let sides = cache.layout().sides();
     let begin =
         text.config.sliding_window.map_or(0, |window| (text.len() + 1).saturating_sub(window));
@@ -52,8 +51,7 @@ pub(crate) fn check_contents(cache: &KvCache, text: &Setup, what: &str) {
             let first = count - packed.shape()[2];
             assert!(first <= hidden, "{what}: from {first} on");
             let host = host.tokens(sinks + first..sinks + count);
-            let format = text.config.format(side);
-            let expected = quantize_side(&host.data, host.shape, side, format, group);
+            let expected = quantize_side(&host.data, host.shape, side, &text.config);
             assert!(packed.to_logical() == expected, "{what}: codes or parameters");
         }
         for token in (0..sinks.min(text.len())).chain((sinks + count).max(begin)..text.len()) {

@@ -417,7 +417,7 @@ fn formats_in_files() {
     for wrong in ["5", "\"4\"", "\"int7\"", "null"] {
         let error = read(&old.replace(":4,\"v", &format!(":{wrong},\"v"))).unwrap_err().to_string();
         assert!(
-            error.contains("expected 2, 3, 4, 8, or 16 for float, or one of \"int8\""),
+            error.contains("expected 2, 3, 4, 8, or 16 for float, or one of \"vn2\""),
             "{error}"
         );
     }

@@ -1,7 +1,8 @@
 //! The formats of a side: what they make of numbers, bit for bit.
 
-use std::{collections::HashSet, fs, path::PathBuf};
+use std::collections::HashSet;
 
+use crate::common::{File, Host, Rng, equal_bits, stamp};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use kv_cubecl::{
     CacheParts, CacheShape, FrameCache, FrameConfig, Frames, Granularity, KvCache, KvCacheConfig,
@@ -10,13 +11,13 @@ use kv_cubecl::{
     quantize_side,
     reference::{self, Numbers},
 };
-use safetensors::{Dtype, SafeTensors};
-
-use crate::common::{Host, Rng, equal_bits, stamp};
 
 mod odd_numbers;
 
 stamp!(format_files, frame_files, every_code_restores, every_number_is_cast, random_sides);
+
+/// The folder of the golden files.
+const FOLDER: &str = "formats";
 
 /// Formats and what the files call them. With `int8_channel` all tokens of a channel are one group.
 const FILES: &[(KvFormat, &str)] = &[
@@ -30,70 +31,29 @@ const FILES: &[(KvFormat, &str)] = &[
     (KvFormat::Mxfp4, "mxfp4"),
 ];
 
-/// One file of numbers, in the folder `formats` of the golden files.
-struct File {
-    name: String,
-    bytes: Vec<u8>,
+/// Reads all files with inputs and expected results.
+fn files() -> Vec<File> {
+    let names: Vec<String> =
+        serde_json::from_slice(&File::read(FOLDER, "formats_index.json").bytes).unwrap();
+    let files = names.iter().map(|name| File::read(FOLDER, name));
+    let files: Vec<_> = files.filter(|file| file.has("input")).collect();
+    assert!(!files.is_empty());
+    files
 }
 
-impl File {
-    fn read(name: &str) -> Self {
-        let default = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden");
-        let folder = PathBuf::from(std::env::var_os("KV_GOLDEN").unwrap_or(default.into()));
-        let path = folder.join("formats").join(name);
-        let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        Self { name: name.to_string(), bytes }
-    }
+/// Returns the formats whose results the file has.
+fn formats_of(file: &File) -> impl Iterator<Item = (KvFormat, &'static str)> {
+    FILES.iter().copied().filter(|(_, name)| file.has(&format!("{name}_codes")))
+}
 
-    /// Reads all files with inputs and expected results.
-    fn all() -> Vec<Self> {
-        let names: Vec<String> =
-            serde_json::from_slice(&Self::read("formats_index.json").bytes).unwrap();
-        let files = names.iter().map(|name| Self::read(name));
-        let files: Vec<_> = files.filter(|file| file.has("input")).collect();
-        assert!(!files.is_empty());
-        files
-    }
+/// A cache with groups of this size.
+fn grouped(format: KvFormat, group: usize) -> KvCacheConfig {
+    KvCacheConfig::new(format, format).with_group_size(group)
+}
 
-    fn has(&self, tensor: &str) -> bool {
-        SafeTensors::deserialize(&self.bytes).unwrap().tensor(tensor).is_ok()
-    }
-
-    /// Returns the formats whose results the file has.
-    fn formats(&self) -> impl Iterator<Item = (KvFormat, &'static str)> {
-        FILES.iter().copied().filter(|(_, name)| self.has(&format!("{name}_codes")))
-    }
-
-    fn bytes<const N: usize>(&self, tensor: &str) -> Vec<[u8; N]> {
-        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
-        let view = tensors.tensor(tensor);
-        let view = view.unwrap_or_else(|error| panic!("{}: {tensor}: {error}", self.name));
-        assert_eq!(view.dtype().bitsize(), 8 * N, "{}: {tensor}: type", self.name);
-        view.data().as_chunks::<N>().0.to_vec()
-    }
-
-    fn f32s(&self, tensor: &str) -> Vec<f32> {
-        self.bytes(tensor).into_iter().map(f32::from_le_bytes).collect()
-    }
-
-    fn codes(&self, tensor: &str) -> Vec<u8> {
-        self.bytes(tensor).into_iter().map(|[byte]| byte).collect()
-    }
-
-    fn input(&self) -> Host {
-        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
-        let shape = tensors.tensor("input").unwrap().shape().try_into().unwrap();
-        Host { data: self.f32s("input"), shape }
-    }
-
-    /// Returns the stored form of the scales: f16 bits, or bytes.
-    fn parameters(&self, tensor: &str) -> Vec<u16> {
-        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
-        match tensors.tensor(tensor).unwrap().dtype() {
-            Dtype::F16 => self.bytes(tensor).into_iter().map(u16::from_le_bytes).collect(),
-            _ => self.codes(tensor).into_iter().map(u16::from).collect(),
-        }
-    }
+/// Returns whether codes of a format stand for multiples of a scale.
+fn has_no_offset(format: KvFormat) -> bool {
+    reference::numbers(format).is_some()
 }
 
 /// The sides on which the files have a format: a group of tokens of a channel is one of keys.
@@ -136,12 +96,12 @@ fn same<N: PartialEq + core::fmt::LowerHex>(what: &str, got: &[N], expected: &[N
 }
 
 fn format_files<T: Target>(on: &On<T>) {
-    for file in File::all() {
+    for file in files() {
         let input = file.input();
-        for (format, name) in file.formats() {
+        for (format, name) in formats_of(&file) {
             for &side in sides(format) {
                 let group = input.shape[2];
-                let packed = quantize_side(input.on(on), side, format, group).unwrap();
+                let packed = quantize_side(input.on(on), side, &grouped(format, group)).unwrap();
                 let logical = packed.to_logical();
                 let what = format!("{} {name} {side}", file.name);
                 let expected = file.parameters(&format!("{name}_scale"));
@@ -155,7 +115,9 @@ fn format_files<T: Target>(on: &On<T>) {
                 let expected = file.f32s(&format!("{name}_dequant"));
                 equal_bits(&what, &Host::of(packed.dequantize()).data, &expected);
                 let gradient = SteGradient::Identity;
-                let fake = fake_quantize_side(input.on(on), side, format, group, gradient).unwrap();
+                let fake =
+                    fake_quantize_side(input.on(on), side, &grouped(format, group), gradient)
+                        .unwrap();
                 equal_bits(format!("{what}: fake"), &Host::of(fake).data, &expected);
             }
         }
@@ -164,7 +126,7 @@ fn format_files<T: Target>(on: &On<T>) {
 
 /// The files have all tokens of a head as one frame.
 fn frame_files<T: Target>(on: &On<T>) {
-    for file in File::all().iter().filter(|file| file.has("int8_head_codes")) {
+    for file in files().iter().filter(|file| file.has("int8_head_codes")) {
         let input = file.input();
         let [batch, heads, tokens, head_dim] = input.shape;
         let mut running = RunningScale::default();
@@ -193,12 +155,17 @@ fn frame_files<T: Target>(on: &On<T>) {
 #[test]
 fn oracle_of_formats() {
     let mut checked = HashSet::new();
-    for file in File::all() {
+    for file in files() {
         let Host { data, shape } = file.input();
-        for (format, name) in file.formats() {
+        for (format, name) in formats_of(&file) {
             checked.insert(name);
             let what = format!("{} {name}", file.name);
-            let got = reference::quantize_side(&data, shape, sides(format)[0], format, shape[2]);
+            let got = reference::quantize_side(
+                &data,
+                shape,
+                sides(format)[0],
+                &grouped(format, shape[2]),
+            );
             let scales = file.parameters(&format!("{name}_scale"));
             same(&format!("{what}: scales"), &parameters(&got), &scales);
             let got = match format.is_grouped() {
@@ -206,8 +173,12 @@ fn oracle_of_formats() {
                 false => codes(&got, format),
             };
             same(&format!("{what}: codes"), &got, &file.codes(&format!("{name}_codes")));
-            let got =
-                reference::fake_quantize_side(&data, shape, sides(format)[0], format, shape[2]);
+            let got = reference::fake_quantize_side(
+                &data,
+                shape,
+                sides(format)[0],
+                &grouped(format, shape[2]),
+            );
             equal_bits(&what, &got, &file.f32s(&format!("{name}_dequant")));
         }
     }
@@ -221,7 +192,7 @@ fn oracle_of_formats() {
 /// All backends are compared with the oracle.
 #[test]
 fn oracle_of_codes() {
-    let file = File::read("formats_tables.safetensors");
+    let file = File::read(FOLDER, "formats_tables.safetensors");
     let input = file.f32s("cast_input");
     for (numbers, name) in
         [(Numbers::E4M3, "e4m3"), (Numbers::E5M2, "e5m2"), (Numbers::E2M1, "e2m1")]
@@ -241,7 +212,7 @@ fn oracle_of_codes() {
 /// Numbers cast to codes, with a scale of 1, which the largest number beside them gives; those
 /// beyond it are cast in blocks, whose scale may be too small for them.
 fn every_number_is_cast<T: Target>(on: &On<T>) {
-    let file = File::read("formats_tables.safetensors");
+    let file = File::read(FOLDER, "formats_tables.safetensors");
     let input = file.f32s("cast_input");
     for (format, name) in [
         (KvFormat::E4m3, "e4m3"),
@@ -271,7 +242,7 @@ fn every_number_is_cast<T: Target>(on: &On<T>) {
         data.resize(tokens * width, largest);
         expected.resize(tokens * width, None);
         let host = Host { data, shape: [1, 1, tokens, width] };
-        let packed = quantize_side(host.on(on), Side::Values, format, 32).unwrap();
+        let packed = quantize_side(host.on(on), Side::Values, &grouped(format, 32)).unwrap();
         let got = codes(&packed.to_logical(), format);
         let checked = expected.iter().flatten().count();
         assert!(checked > 500, "{format}: {checked}");
@@ -344,7 +315,7 @@ fn every_code_restores<T: Target>(on: &On<T>) {
 
 /// Quantizes a side with the oracle, as the words of a [`Logical`].
 fn expected(host: &Host, side: Side, format: KvFormat, group: usize) -> Logical {
-    reference::quantize_side(&host.data, host.shape, side, format, group)
+    reference::quantize_side(&host.data, host.shape, side, &grouped(format, group))
 }
 
 #[track_caller]
@@ -369,11 +340,7 @@ fn fits(format: KvFormat, side: Side, [_, _, tokens, head_dim]: [usize; 4]) -> b
 
 fn random_sides<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(81);
-    for format in KvFormat::ALL
-        .iter()
-        .copied()
-        .filter(|format| format.is_quantized() && format.affine_bits().is_none())
-    {
+    for format in KvFormat::ALL.iter().copied().filter(|&format| has_no_offset(format)) {
         // Odd numbers of tokens, whose parameters end within a word.
         for shape in [
             [2, 3, 33, 64],
@@ -392,13 +359,18 @@ fn random_sides<T: Target>(on: &On<T>) {
                 host.data[..shape[3]].fill(0.0);
                 for side in Side::BOTH.into_iter().filter(|&side| fits(format, side, shape)) {
                     let what = format!("{format} {side} {shape:?} spread {spread}");
-                    let packed = quantize_side(host.on(on), side, format, 32).unwrap();
+                    let packed = quantize_side(host.on(on), side, &grouped(format, 32)).unwrap();
                     check_packed(&what, &packed, &expected(&host, side, format, 32));
-                    let restored: Vec<f32> =
-                        reference::fake_quantize_side(&host.data, shape, side, format, 32);
+                    let restored: Vec<f32> = reference::fake_quantize_side(
+                        &host.data,
+                        shape,
+                        side,
+                        &grouped(format, 32),
+                    );
                     equal_bits(&what, &Host::of(packed.dequantize()).data, &restored);
                     let gradient = SteGradient::Identity;
-                    let fake = fake_quantize_side(host.on(on), side, format, 32, gradient);
+                    let fake =
+                        fake_quantize_side(host.on(on), side, &grouped(format, 32), gradient);
                     equal_bits(&what, &Host::of(fake.unwrap()).data, &restored);
                 }
             }

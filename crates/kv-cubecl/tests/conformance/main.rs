@@ -22,6 +22,7 @@ mod golden;
 mod gradients;
 mod layout;
 mod limits;
+mod low_bits;
 mod memory;
 mod nonfinite;
 mod operations;

@@ -202,8 +202,8 @@ fn groups_of_the_quantizer<T: Target>(on: &On<T>) {
 mod gradients {
     use burn::tensor::Tensor;
     use kv_cubecl::{
-        FakeQuantOptions, On, SteGradient, Target, reference::fake_quantize_group_backward,
-        streaming_attention,
+        FakeQuantOptions, GroupRange, On, SteGradient, Target,
+        reference::fake_quantize_group_backward, streaming_attention,
     };
 
     use super::{NAMES, POISON, alike, poisoned, refused_earlier};
@@ -288,7 +288,12 @@ mod gradients {
         }
         let grad = Host::of(v.grad(&grads).unwrap());
         assert!(grad.data.iter().all(|x| (x - 2.0).abs() < 1e-5), "two query heads, weight 1");
-        let errors = fake_quantize_group_backward(&[f32::NAN, 0.0, 1.0, 3.0], &[1.0; 4], 2);
+        let errors = fake_quantize_group_backward(
+            &[f32::NAN, 0.0, 1.0, 3.0],
+            &[1.0; 4],
+            2,
+            GroupRange::MinMax,
+        );
         assert!(errors.iter().all(|x| x.is_finite()));
     }
 }

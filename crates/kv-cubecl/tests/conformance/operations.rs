@@ -396,13 +396,8 @@ fn check(Pair { cache, sequences }: &Pair, config: &KvCacheConfig, story: &str) 
             let quantized: Vec<Vec<f32>> =
                 tokens.skip(config.sink_tokens + first).take(counts[side] - first).collect();
             let shape = [1, N_KV_HEADS, quantized.len(), HEAD_DIM];
-            let expected = kv_cubecl::reference::quantize_side(
-                &quantized.concat(),
-                shape,
-                side,
-                config.format(side),
-                config.group_size,
-            );
+            let expected =
+                kv_cubecl::reference::quantize_side(&quantized.concat(), shape, side, config);
             assert!(packed.to_logical() == expected, "{story}: {side} of sequence {i}");
         }
     }

@@ -24,6 +24,12 @@ const WINDOWS: [&str; 10] = [
     "-r16-hadk",
 ];
 
+/// Returns all formats but those of tiles, which are longer than the texts here: `low_bits` has
+/// tests of them.
+fn formats() -> Vec<KvFormat> {
+    KvFormat::ALL.iter().copied().filter(|format| !format.is_tiled()).collect()
+}
+
 /// Every format of keys with every format of values, windows of all kinds and both orders:
 /// attention and what is stored are the oracle's, or the configuration is refused with its rule.
 ///
@@ -31,8 +37,8 @@ const WINDOWS: [&str; 10] = [
 fn every_pair_of_formats<T: Target>(on: &On<T>) {
     let seed = sampling::<T>();
     let (mut ran, mut refused) = (0, HashMap::<String, usize>::new());
-    for (i, &keys) in KvFormat::ALL.iter().enumerate() {
-        for (j, &values) in KvFormat::ALL.iter().enumerate() {
+    for (i, &keys) in formats().iter().enumerate() {
+        for (j, &values) in formats().iter().enumerate() {
             // Latin squares: every format is in some pair, as keys and as values.
             if seed.is_some_and(|seed| !(i + j + seed).is_multiple_of(SAMPLED)) {
                 continue;
@@ -54,7 +60,7 @@ fn every_pair_of_formats<T: Target>(on: &On<T>) {
         );
         refused.iter().for_each(|(rule, count)| println!("  {count}: {rule}"));
     }
-    let pairs = KvFormat::ALL.len().pow(2);
+    let pairs = formats().len().pow(2);
     assert!(ran >= if seed.is_none() { pairs } else { pairs / SAMPLED });
 }
 

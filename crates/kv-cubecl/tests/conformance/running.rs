@@ -183,7 +183,9 @@ fn what_has_no_frames_is_refused<T: Target>(on: &On<T>) {
         let error = KvCache::new(&config.with_capacity(8), shape, on).unwrap_err().to_string();
         assert!(error.contains(&rule), "{error}");
         let zeros = Tensor::from_data(TensorData::zeros::<f32, _>([1, 1, 8, HEAD_DIM]), &**on);
-        let error = quantize_side(zeros, Side::Keys, format, 8).unwrap_err().to_string();
+        let error = quantize_side(zeros, Side::Keys, &KvCacheConfig::new(format, format))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(&rule), "{error}");
         let of = |name: &str, tokens, rule: RunningScale| {
             let config = FrameConfig::new(name.parse().unwrap(), tokens, Frames(3));

@@ -298,7 +298,12 @@ fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField
         .with_float(required(fields, "float")?)
         .with_hadamard_values(optional(fields, "hadamard_values")?.unwrap_or_default())
         .with_hadamard_keys(optional(fields, "hadamard_keys")?.unwrap_or_default())
-        .with_sliding_window(optional(fields, "sliding_window")?))
+        .with_sliding_window(optional(fields, "sliding_window")?)
+        .with_tile(optional(fields, "tile")?.unwrap_or_default())
+        .with_ranges(
+            optional(fields, "key_range")?.unwrap_or_default(),
+            optional(fields, "value_range")?.unwrap_or_default(),
+        ))
 }
 
 fn rule_of(value: Value) -> Result<LayerRule, WrongField> {

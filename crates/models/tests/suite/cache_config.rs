@@ -129,7 +129,7 @@ fn wrong_files_name_the_field() {
     for (field, value, rule) in [
         ("key_format", json!(5), "expected 2, 3, 4, 8, or 16 for float"),
         ("value_format", json!(258), "expected 2, 3, 4, 8, or 16 for float"),
-        ("value_format", json!("2"), "or one of \"int8\""),
+        ("value_format", json!("2"), "or one of \"vn2\""),
         ("group_size", json!(-1), "expected usize"),
         ("residual_length", json!(1.5), "expected usize"),
         ("flush", json!("later"), "expected one of `before`, `after`, `group`, `group-after`"),

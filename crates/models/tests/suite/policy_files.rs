@@ -167,7 +167,7 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("layers", json!({}), "must be a layer, a range such as \"0..4\", or a list of these"),
         ("layers", json!([[0]]), "must be a layer, a range such as"),
         ("layers", json!([]), "is not a layer"),
-        ("format", json!(5), "expected 2, 3, 4, 8, or 16 for float, or one of \"int8\""),
+        ("format", json!(5), "expected 2, 3, 4, 8, or 16 for float, or one of \"vn2\""),
         ("format", json!("k4v4"), "expected 2, 3, 4, 8"),
         ("side", json!("key"), "must be keys or values"),
         ("side", json!(1), "expected a string"),

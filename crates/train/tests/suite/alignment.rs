@@ -123,7 +123,7 @@ fn compare(
     let spec = packed.spec();
     let [_, _, count, head_dim] = packed.shape();
     let values = side.narrow(2, config.sink_tokens, count);
-    let parallel = quantize_side(values, of, config.format(of), config.group_size).unwrap();
+    let parallel = quantize_side(values, of, config).unwrap();
     let (parallel, streamed) = (parallel.to_logical(), packed.to_logical());
     for (a, b) in [(&parallel.scale, &streamed.scale), (&parallel.min, &streamed.min)] {
         assert_eq!(a.len(), b.len());

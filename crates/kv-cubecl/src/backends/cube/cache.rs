@@ -18,12 +18,12 @@ use super::tensors::{arg, dims, elem, empty_like, launched, writable};
 use crate::{
     AttentionOptions, CacheState, Result,
     kernels::{
-        cache::{self, CacheBindings, CacheProblem},
+        cache::{self, BlockSource, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
         rope::{self, RopeBinding},
     },
-    layout::{CacheLayout, Side, Sides},
+    layout::{CacheLayout, QuantSpec, Side, Sides},
     scores::Scores,
     shapes,
 };
@@ -63,14 +63,25 @@ pub(super) fn write(
         values = writable(values);
     }
     let client = &floats.client;
+    // All sides, before rows are written over that they read.
+    let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
+    let read_twice =
+        |side| layout.sides()[side].spec.is_some_and(|spec: QuantSpec| spec.reads_twice());
+    for (side, chunk, words) in sides.into_iter().filter(|(side, ..)| read_twice(*side)) {
+        if flushes[side] {
+            let source =
+                BlockSource { floats: arg(&floats), chunk: arg(chunk), chunk_elem: elem(chunk) };
+            let positions = || step.position.map(positions);
+            let words = arg(words);
+            launched(cache::launch_flush_blocks(client, source, words, &positions, &problem, side));
+        }
+    }
     if problem.added == 1 {
         let bindings = cache_bindings([&keys, &values, &floats], step);
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
         launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
-        // Both sides, before rows are written over that they read.
-        let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
-        for (side, chunk, words) in sides {
+        for (side, chunk, words) in sides.into_iter().filter(|(side, ..)| !read_twice(*side)) {
             let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
             launched(cache::launch_flush(client, floats, chunk, words, &problem, side));
         }

@@ -23,7 +23,10 @@ use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
     kernels::{
-        cache::launch_quantize,
+        cache::{
+            launch_fake_quantize_blocks, launch_gradient_blocks, launch_quantize,
+            launch_quantize_blocks,
+        },
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
@@ -49,7 +52,10 @@ impl KvCacheOps for CubeBackend {
             false => empty_like(&input, shape, DType::U32),
         };
         let (client, input, out) = (&input.client, arg(&input), arg(&words));
-        launched(launch_quantize(client, input, out, &problem));
+        launched(match spec.reads_twice() {
+            true => launch_quantize_blocks(client, input, out, &problem),
+            false => launch_quantize(client, input, out, &problem),
+        });
         words
     }
 
@@ -74,7 +80,11 @@ impl KvCacheOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let problem = restore_problem(dims(&input), spec);
         let data = writable(into_contiguous(input));
-        launched(quantize::launch_fake_quantize(&data.client, arg(&data), &problem, skip));
+        let client = &data.client;
+        launched(match spec.reads_twice() {
+            true => launch_fake_quantize_blocks(client, arg(&data), arg(&data), &problem, skip),
+            false => quantize::launch_fake_quantize(client, arg(&data), &problem, skip),
+        });
         data
     }
 
@@ -87,7 +97,10 @@ impl KvCacheOps for CubeBackend {
         let problem = restore_problem(dims(&input), spec);
         let (input, grad) = (into_contiguous(input), writable(into_contiguous(grad)));
         let (client, data, out) = (&grad.client, arg(&input), arg(&grad));
-        launched(quantize::launch_scale_gradient(client, data, out, &problem, skip));
+        launched(match spec.reads_twice() {
+            true => launch_gradient_blocks(client, data, out, &problem, skip),
+            false => quantize::launch_scale_gradient(client, data, out, &problem, skip),
+        });
         grad
     }
 

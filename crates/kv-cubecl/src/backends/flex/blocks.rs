@@ -6,10 +6,9 @@ use crate::layout::CacheLayout;
 pub(super) const BLOCK: usize = 4096;
 
 /// Returns the last token up to `token` where a block may end without splitting a group of packed
-/// keys; among the sinks, and where no side has groups, this is any token.
+/// keys or a tile; among the sinks, and where no side has them, this is any token.
 pub(super) fn between_groups(layout: &CacheLayout, token: usize) -> usize {
-    let sinks = layout.config().sink_tokens;
-    let group = if layout.config().is_grouped() { layout.config().group_size } else { 1 };
+    let (sinks, group) = (layout.config().sink_tokens, layout.config().block_tokens());
     if token <= sinks { token } else { sinks + (token - sinks) / group * group }
 }
 
@@ -25,5 +24,5 @@ pub(super) fn block_end(layout: &CacheLayout, start: usize, end: usize) -> usize
 
 /// Returns the largest number of tokens in a block: enough for at least one group.
 pub(super) fn block(layout: &CacheLayout) -> usize {
-    BLOCK.max(layout.config().group_size)
+    BLOCK.max(layout.config().block_tokens())
 }

@@ -141,7 +141,7 @@ impl Attend<'_> {
         let start = if hides { between_groups(layout, begin) } else { 0 };
         let sinks = usize::from(hides && schedule.sink_tokens > 0);
         let seen = tokens.saturating_sub(start);
-        let runs = wanted.min(seen / MIN_SPLIT.max(layout.config().group_size)).max(1);
+        let runs = wanted.min(seen / MIN_SPLIT.max(layout.config().block_tokens())).max(1);
         let n_splits = runs + sinks;
         let bound = |split: usize| match start + split * seen / runs {
             _ if split == runs => tokens,
@@ -165,7 +165,7 @@ impl Attend<'_> {
             true => 1,
             false => threads.min(slices * n_splits),
         };
-        let longest = (seen / runs + layout.config().group_size).max(schedule.sink_tokens);
+        let longest = (seen / runs + layout.config().block_tokens()).max(schedule.sink_tokens);
         let mut memory = Vec::new();
         let block = block(layout).min(longest);
         let scratch = Scratch::for_threads(&mut memory, threads, rows, head_dim, block);
@@ -360,7 +360,7 @@ mod tests {
             // Grows, so that later blocks raise the maximum.
             (0..len).map(|i| (i as f32 * pitch).sin() * (1.0 + i as f32 / len as f32)).collect()
         };
-        for name in ["float", "float-f16", "k8v8-s4", "k4v4", "k2v2-s4"] {
+        for name in ["float", "float-f16", "k8v8-s4", "k4v4", "k2v2-s4", "kvn3vvn2-s4"] {
             let shape = CacheShape::new(1, 1, HEAD_DIM);
             let config: crate::KvCacheConfig = name.parse().unwrap();
             let layout = CacheLayout::new(&config.with_capacity(TOKENS), shape).unwrap();

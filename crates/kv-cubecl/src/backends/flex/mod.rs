@@ -108,7 +108,7 @@ impl KvCacheOps for Flex {
             .zip(input.storage::<f32>().par_chunks(tokens * head_dim))
             .for_each(|(grad, input)| {
                 let (input, grad) = (&input[part.clone()], &mut grad[part.clone()]);
-                format.add_scale_gradients(input, grad, &place);
+                format.through_scales(input, grad, &place);
             });
         grad
     }

@@ -1,9 +1,9 @@
 //! Affine codes, `code * scale + min`, with a scale and minimum per group in f16: KIVI's quantizer.
 
 #[cfg(feature = "cube")]
-mod cube;
+pub(in crate::formats) mod cube;
 #[cfg(feature = "flex")]
-mod flex;
+pub(in crate::formats) mod flex;
 
 use super::packed::CodecSpec;
 

@@ -47,6 +47,35 @@ pub(super) struct FlushBlueprint {
     pub(super) saturating: bool,
 }
 
+/// Units of the cube that normalizes a tile.
+pub(super) const TILE_UNITS: usize = 128;
+
+/// Compile-time parameters of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct BlockBlueprint {
+    pub(super) spec: QuantSpec,
+    pub(super) head_dim: usize,
+    /// True for values, false for keys: which schedule positions are for.
+    pub(super) values: bool,
+    /// True if float rows are narrower than f32.
+    pub(super) saturating: bool,
+}
+
+impl BlockBlueprint {
+    /// Numbers of a block.
+    pub(super) const fn numbers(&self) -> usize {
+        self.spec.block_tokens() * self.head_dim
+    }
+
+    /// Scales of a tile: those of its tokens, then those of its channels.
+    pub(super) const fn scales(&self) -> usize {
+        match self.spec.tile {
+            Some(tile) => tile.tokens + self.head_dim,
+            None => 0,
+        }
+    }
+}
+
 /// Reads an element of the chunk, after rope if there is a table.
 #[cube]
 fn new_element<C: Float>(

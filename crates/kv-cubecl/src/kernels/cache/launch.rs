@@ -38,20 +38,20 @@ pub(crate) struct CacheProblem {
 }
 
 impl CacheProblem {
-    fn lengths(&self) -> LengthsLaunch {
+    pub(super) fn lengths(&self) -> LengthsLaunch {
         LengthsLaunch::new(self.len, self.added, self.layout.float_elements())
     }
 
     /// Elements of the longest buffer: the cache's float rows or the appended tokens. Packed words
     /// are fewer than the elements of the tokens that they hold.
-    fn elements(&self) -> usize {
+    pub(super) fn elements(&self) -> usize {
         let Sides { keys, values } = self.layout.shape().head_dim;
         let added = self.added * keys.max(values);
         self.layout.slices() * self.layout.slice_elements().max(added)
     }
 
     /// Tokens of each side that left the residual before, and those that leave it now.
-    fn leaving(&self) -> [QuantizedCounts; 2] {
+    pub(super) fn leaving(&self) -> [QuantizedCounts; 2] {
         let schedule = self.layout.schedule();
         let before = schedule.counts(self.len);
         let after = schedule.counts(self.len + self.added);
@@ -82,7 +82,10 @@ pub(crate) struct CacheBindings {
 }
 
 /// Appends one token, `key` and `value` of type `chunk`, `[slices, head_dim]`, and quantizes what
-/// leaves the residual for it, in one launch. A full cache is left as it is.
+/// leaves the residual for it, in one launch. A full cache is left as it is. Sides whose groups are
+/// [read twice](QuantSpec::reads_twice) are quantized by [`launch_flush_blocks`] before.
+///
+/// [`launch_flush_blocks`]: super::launch_flush_blocks
 pub(crate) fn launch_write_token(
     client: &Client,
     key: BufferArg,
@@ -94,7 +97,7 @@ pub(crate) fn launch_write_token(
     let layout = &problem.layout;
     let (slices, sides) = (layout.slices(), layout.sides());
     let saturating = layout.config().float.saturates();
-    let specs = sides.map(|side| side.spec);
+    let specs = sides.map(|side| side.spec.filter(|spec| !spec.reads_twice()));
     let leaving = match cache.position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),

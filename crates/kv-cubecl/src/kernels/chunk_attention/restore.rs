@@ -10,7 +10,7 @@ use crate::{
     },
     kernels::{
         decode_attention::{value_address, word_at},
-        layout::{SideArgs, parameter_address, parameter_in},
+        layout::{SideArgs, factor_in, parameter_address, parameter_in},
     },
 };
 
@@ -32,7 +32,8 @@ fn restore_groups<N: Size>(
     // A run consists of whole words, or is a part of one.
     let unit_lines = comptime!(bp.blocks.unit_tokens.div_ceil(spec.codes_per_word()));
     let line_codes = comptime!(bp.blocks.unit_tokens.min(spec.codes_per_word()));
-    let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
+    let block_lines = comptime!(spec.block_words(bp.blocks.head_dim.keys) / 4);
+    let group_base = slice_base + token / spec.group_size * block_lines;
     let first_run = token % spec.group_size / codes;
     let first_code = token % codes;
     let params = keys[group_base + group_lines * width + column];
@@ -62,6 +63,20 @@ fn restore_groups<N: Size>(
                     code_in(low, high, j, spec)
                 };
                 run[(i * line_codes + j) * 4 + k] = restore(code, scales[k], offsets[k], spec);
+            }
+        }
+    }
+    if comptime!(spec.tile.is_some()) {
+        let key_dim = comptime!(bp.blocks.head_dim.keys);
+        let factors = comptime!(spec.block_words(key_dim) - spec.factors(key_dim) / 2);
+        #[unroll]
+        for t in 0..comptime!(bp.blocks.unit_tokens) {
+            let index = token % spec.group_size + t;
+            let word = word_at::<N>(keys, group_base, factors + index / 2, 4usize);
+            let factor = factor_in(word, index);
+            #[unroll]
+            for k in 0..4usize {
+                run[t * 4 + k] *= factor;
             }
         }
     }
@@ -156,7 +171,12 @@ pub(super) fn restore_value(
             } else {
                 code_in(low, high, j, spec)
             };
-            run[at * channels + i * word_codes + j] = restore(code, scale, offset, spec);
+            let mut restored = restore(code, scale, offset, spec);
+            if comptime!(spec.tile.is_some()) {
+                let channel = block * channels + i * word_codes + j;
+                restored *= factor_in(values[place.factors + channel / 2], channel);
+            }
+            run[at * channels + i * word_codes + j] = restored;
         }
     }
 }

@@ -8,7 +8,7 @@ use super::{
     base::DecodeBlueprint,
     tiles::{LOWEST, Tile, weight_of},
 };
-use crate::kernels::rope::apply_rope;
+use crate::{kernels::rope::apply_rope, layout::QuantSpec};
 
 /// Memory that the units of a cube share, and the sums that each unit keeps.
 #[derive(CubeType)]
@@ -28,6 +28,10 @@ pub(super) struct Rows {
     /// Per row, the sum of weight times offset. It is the same for all of the unit's channels,
     /// which lie in one group.
     pub(super) offsets: Array<f32>,
+    /// The factors of the unit's channels in a tile of values, and the first word of the factors of
+    /// this tile.
+    pub(super) factors: Array<f32>,
+    pub(super) factors_from: Array<u32>,
     pub(super) unit: usize,
     /// Index of the unit's share of a token's channels in the scores.
     pub(super) lane: usize,
@@ -47,6 +51,9 @@ pub(super) fn new_rows(#[comptime] bp: DecodeBlueprint) -> Rows {
     for r in 0..rows {
         maxima[r] = f32::new(LOWEST);
     }
+    let mut factors_from = Array::<u32>::new(1usize);
+    // No tile begins here.
+    factors_from[0] = u32::MAX.runtime();
     Rows {
         query: Shared::<[f32]>::new_slice(comptime!(bp.rows * bp.head_dim.keys)),
         scratch: Shared::<[f32]>::new_slice(comptime!(bp.scratch_len())),
@@ -55,6 +62,11 @@ pub(super) fn new_rows(#[comptime] bp: DecodeBlueprint) -> Rows {
         sums: zeros(rows),
         outputs: zeros(comptime!(bp.rows * bp.unit_channels)),
         offsets: zeros(rows),
+        factors: zeros(comptime!(match bp.specs.values {
+            Some(QuantSpec { tile: Some(_), .. }) => bp.unit_channels,
+            _ => 1,
+        })),
+        factors_from,
         unit,
         lane: unit % comptime!(bp.lanes),
         block: unit % blocks,

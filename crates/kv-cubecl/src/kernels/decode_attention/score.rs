@@ -14,7 +14,9 @@ use crate::{
         cube::{element, high_shift, high_word, low_word, offset, scale},
     },
     kernels::{
-        layout::{SideArgs, float_element, packed_slot, parameter_address, parameter_in},
+        layout::{
+            SideArgs, factor_in, float_element, packed_slot, parameter_address, parameter_in,
+        },
         scores::softcap,
     },
 };
@@ -112,7 +114,8 @@ fn score_packed<N: Size>(
     let codes = comptime!(spec.codes_per_word());
     let group_lines = comptime!(spec.code_words());
     let unit_lines = comptime!(bp.unit_tokens / spec.codes_per_word());
-    let group_base = slice_base + token / spec.group_size * ((group_lines + 1) * width);
+    let block_lines = comptime!(spec.block_words(bp.head_dim.keys) / bp.vector);
+    let group_base = slice_base + token / spec.group_size * block_lines;
     let first_run = token % spec.group_size / codes;
     let param_base = group_base + group_lines * width;
     let mut lines = Array::<Vector<u32, N>>::new(unit_lines);
@@ -160,6 +163,20 @@ fn score_packed<N: Size>(
             #[unroll]
             for t in 0..unit_tokens {
                 scores[r * unit_tokens + t] += offsets[r];
+            }
+        }
+    }
+    if comptime!(spec.tile.is_some()) {
+        let factors =
+            comptime!(spec.block_words(bp.head_dim.keys) - spec.factors(bp.head_dim.keys) / 2);
+        #[unroll]
+        for t in 0..unit_tokens {
+            let index = token % spec.group_size + t;
+            let word = word_at::<N>(keys, group_base, factors + index / 2, bp.vector);
+            let factor = factor_in(word, index);
+            #[unroll]
+            for r in 0..rows {
+                scores[r * unit_tokens + t] *= factor;
             }
         }
     }

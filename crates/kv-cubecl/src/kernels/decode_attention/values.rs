@@ -13,7 +13,9 @@ use crate::{
         QuantSpec,
         cube::{element, high_bits, low_word, offset, scale},
     },
-    kernels::layout::{SideArgs, float_element, packed_slot, parameter_address, parameter_in},
+    kernels::layout::{
+        SideArgs, factor_in, float_element, packed_slot, parameter_address, parameter_in,
+    },
 };
 
 /// Adds to the unit's outputs its block of channels of every `strides`-th token.
@@ -89,14 +91,22 @@ fn add_packed(
     let first_run = channel % spec.group_size / codes;
     let scale = scale(place.parameter, spec);
     let min = offset(place.parameter, spec);
+    let tiled = comptime!(spec.tile.is_some());
     let mut weights = Array::<f32>::new(rows);
     #[unroll]
     for r in 0..rows {
         let weight = state.scratch[r * comptime!(bp.tile()) + at];
-        weights[r] = weight * scale;
-        if comptime!(spec.format.has_offset()) {
-            state.offsets[r] += weight * min;
+        if comptime!(tiled) {
+            weights[r] = weight;
+        } else {
+            weights[r] = weight * scale;
+            if comptime!(spec.format.has_offset()) {
+                state.offsets[r] += weight * min;
+            }
         }
+    }
+    if comptime!(tiled) {
+        load_factors(values, place.factors, channel, state, bp);
     }
     #[unroll]
     for i in 0..comptime!(bp.unit_channels / spec.codes_per_word()) {
@@ -104,11 +114,35 @@ fn add_packed(
         let high = high_bits(values, codes_of_group, 1usize, first_run + i, spec);
         #[unroll]
         for j in 0..codes {
-            let element = element(low, high, j, spec);
+            let mut element = element(low, high, j, spec);
+            if comptime!(tiled) {
+                element = (element * scale + min) * state.factors[i * codes + j];
+            }
             #[unroll]
             for r in 0..rows {
                 state.outputs[r * unit_channels + i * codes + j] += weights[r] * element;
             }
+        }
+    }
+}
+
+/// Loads the factors of the unit's channels, if they are of another tile than the last ones.
+/// `factors` is the first word of the tile's factors.
+#[cube]
+fn load_factors(
+    values: &[u32],
+    factors: usize,
+    channel: usize,
+    state: &mut Rows,
+    #[comptime] bp: DecodeBlueprint,
+) {
+    if state.factors_from[0] != factors as u32 {
+        state.factors_from[0] = factors as u32;
+        #[unroll]
+        for i in 0..comptime!(bp.unit_channels / 2) {
+            let word = values[factors + channel / 2 + i];
+            state.factors[2 * i] = factor_in(word, 0usize);
+            state.factors[2 * i + 1] = factor_in(word, 1usize);
         }
     }
 }
@@ -120,6 +154,8 @@ pub(crate) struct ValueAddress {
     pub(crate) line: usize,
     /// Parameter of one of its groups.
     pub(crate) parameter: u32,
+    /// First word of the factors of its tile, if it is in one.
+    pub(crate) factors: usize,
 }
 
 /// The words of the packed value in a slot, of a slice that begins at word `base`, and the
@@ -138,10 +174,14 @@ pub(crate) fn value_address(
     if comptime!(spec.packs_parameters()) {
         let place = parameter_address(slot, group, side.packed_tokens, head_dim, spec);
         let parameter = parameter_in(values[base + place.word], place.shift, spec);
-        ValueAddress { line: base + slot * n_words, parameter }
+        ValueAddress { line: base + slot * n_words, parameter, factors: base }
     } else {
-        let line = base + slot * comptime!(head_dim / spec.group_size * spec.words_per_group());
-        ValueAddress { line, parameter: values[line + n_words + group] }
+        let block_tokens = comptime!(spec.block_tokens());
+        let block = base + slot / block_tokens * comptime!(spec.block_words(head_dim));
+        let line_words = comptime!(head_dim / spec.group_size * spec.words_per_group());
+        let line = block + slot % block_tokens * line_words;
+        let factors = block + block_tokens * line_words;
+        ValueAddress { line, parameter: values[line + n_words + group], factors }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     },
     kernels::{
         ELEMENTWISE_UNITS,
-        layout::{parameter_address, parameter_in},
+        layout::{block_words, factor_in, group_words, parameter_address, parameter_in},
     },
 };
 
@@ -84,7 +84,7 @@ pub(super) fn dequantize(
         let channel = ABSOLUTE_POS % head_dim;
         // Slices are whole blocks of tokens.
         let token = ABSOLUTE_POS / head_dim;
-        let block_tokens = token / comptime!(spec.block_tokens());
+        let block = token / comptime!(spec.block_tokens());
         let mut groups = head_dim;
         let mut group = channel;
         let mut at = token % group_size;
@@ -98,7 +98,11 @@ pub(super) fn dequantize(
             word = group * code_words;
             stride = 1usize;
         }
-        let mut base = block_tokens * groups * (code_words + 1);
+        let first_of_block = block * block_words(head_dim, spec);
+        let mut base = first_of_block;
+        if comptime!(spec.granularity == Granularity::PerToken) {
+            base += token % comptime!(spec.block_tokens()) * groups * (code_words + 1);
+        }
         let param = if comptime!(spec.packs_parameters()) {
             let first = token / tokens * slice_words;
             let slot = token % tokens;
@@ -112,7 +116,16 @@ pub(super) fn dequantize(
         let low = words[base + word + low_word(run, spec) * stride];
         let high = high_bits(words, base + word, stride, run, spec);
         let code = code_in(low, high, at % codes_per_word, spec);
-        out[ABSOLUTE_POS] = restore(code, scale(param, spec), offset(param, spec), spec);
+        let mut restored = restore(code, scale(param, spec), offset(param, spec), spec);
+        if comptime!(spec.tile.is_some()) {
+            let mut index = channel;
+            if comptime!(spec.granularity == Granularity::PerChannel) {
+                index = token % comptime!(spec.block_tokens());
+            }
+            let factors = first_of_block + group_words(head_dim, spec);
+            restored *= factor_in(words[factors + index / 2], index);
+        }
+        out[ABSOLUTE_POS] = restored;
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod check;
 mod data;
+mod file;
 mod setup;
 
 use std::io::Write;
@@ -12,6 +13,7 @@ use kv_cubecl::{Error, On, Target};
 pub(crate) use check::slopes;
 pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
 pub(crate) use data::{Host, Rng, wide};
+pub(crate) use file::File;
 pub(crate) use setup::{
     SAMPLED, Setup, attend, check_properties, chunk_sizes, sample, sampled, sampled_count,
     sampling, setups, windows,

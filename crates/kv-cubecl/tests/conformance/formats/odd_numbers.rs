@@ -7,7 +7,7 @@ use kv_cubecl::{
     reference::{self, Numbers},
 };
 
-use super::fits;
+use super::{fits, grouped, has_no_offset};
 use crate::common::{Host, Rng, equal_bits, stamp};
 
 stamp!(odd_numbers);
@@ -15,11 +15,7 @@ stamp!(odd_numbers);
 /// Ties between codes, infinities, numbers beyond every scale, and NaN.
 fn odd_numbers<T: Target>(on: &On<T>) {
     let mut rng = Rng::new(82);
-    for format in KvFormat::ALL
-        .iter()
-        .copied()
-        .filter(|format| format.is_quantized() && format.affine_bits().is_none())
-    {
+    for format in KvFormat::ALL.iter().copied().filter(|&format| has_no_offset(format)) {
         let largest = reference::numbers(format).map_or(1.0, Numbers::largest) as f32;
         let mut hosts = vec![];
         // With a scale of 1: eighths up to the largest number.
@@ -43,13 +39,15 @@ fn odd_numbers<T: Target>(on: &On<T>) {
             let shape = host.shape;
             for side in Side::BOTH.into_iter().filter(|&side| fits(format, side, shape)) {
                 let what = format!("{format} {side} {what}");
-                let expected = reference::fake_quantize_side(&host.data, shape, side, format, 32);
+                let expected =
+                    reference::fake_quantize_side(&host.data, shape, side, &grouped(format, 32));
                 assert!(expected.iter().all(|x| x.is_finite()), "{what}");
                 // Debug builds refuse what is not finite, so that it gets there through a cache.
                 let got = match host.data.iter().all(|x| x.is_finite()) {
                     true => {
                         let gradient = SteGradient::Identity;
-                        let fake = fake_quantize_side(host.on(on), side, format, 32, gradient);
+                        let fake =
+                            fake_quantize_side(host.on(on), side, &grouped(format, 32), gradient);
                         fake.unwrap()
                     }
                     false => through_a_cache(on, &host, side, format),

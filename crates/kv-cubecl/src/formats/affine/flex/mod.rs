@@ -6,7 +6,10 @@
 )]
 
 mod codes;
+mod gradients;
+mod parameters;
 mod quantize;
+mod ranges;
 mod sums;
 mod tile;
 #[cfg(target_arch = "x86_64")]
@@ -23,15 +26,21 @@ use crate::{
     simd,
 };
 
+pub(in crate::formats) use gradients::{Quantized, through_range};
+pub(in crate::formats) use parameters::{F16_MAX, unpack_parameters};
+pub(in crate::formats) use quantize::write_codes;
+pub(in crate::formats) use ranges::{range_of, saturated_half};
+pub(in crate::formats) use sums::{add_words, score_words};
+
 /// Returns whether attention can read codes without restoring them: every vector of codes must lie
 /// within one group.
-fn reads_codes(spec: &QuantSpec) -> bool {
+pub(in crate::formats) fn reads_codes(spec: &QuantSpec) -> bool {
     spec.group_size.is_multiple_of(simd::lanes())
 }
 
 /// Returns whether split codes of as many tokens as a vector has lanes fit into the scratch memory
 /// in which values are widened. Other codes need none.
-fn fits_widened(PackedLayout { spec, head_dim, .. }: &PackedLayout) -> bool {
+pub(in crate::formats) fn fits_widened(PackedLayout { spec, head_dim, .. }: &PackedLayout) -> bool {
     spec.n_bits != 3 || spec.words_of_codes(*head_dim) * simd::lanes() <= tile::TILE_WORDS
 }
 
@@ -48,8 +57,8 @@ impl CpuCodec for Affine {
         quantize::dequantize_slice(&words[place.codes(first)..last], rows, head_dim, &spec);
     }
 
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
-        quantize::add_scale_gradients(rows, grad, place.head_dim, &place.spec);
+    fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
+        quantize::through_scales(rows, grad, place.head_dim, &place.spec);
     }
 
     fn score(

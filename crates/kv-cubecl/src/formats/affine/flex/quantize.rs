@@ -1,62 +1,17 @@
 //! Quantizes and restores slices of f32 in groups, and computes gradients through scales.
 
-use half::f16;
 use macerator::{Scalar, Simd, Vector};
 
-use super::codes::CodeLayout;
+use super::{
+    codes::CodeLayout,
+    gradients::{Quantized, through_range},
+    parameters::{F16_MAX, parameters, unpack_parameters},
+    ranges::range_of,
+};
 use crate::{
-    formats::{Granularity, QuantSpec},
+    formats::{Granularity, GroupRange, QuantSpec},
     simd::{MAX_LANES, load, store},
 };
-
-/// Largest finite f16: parameters are f16, so inputs saturate here.
-const F16_MAX: f32 = 65504.0;
-
-/// Returns the parameter word of a group with these extremes, and its scale and minimum as restored
-/// from f16.
-///
-/// `min > max` means that all elements are NaN; both extremes then count as 0.
-#[inline(always)]
-fn parameters(min: f32, max: f32, max_code: f32) -> (u32, f32, f32) {
-    let (min, max) = if min > max { (0.0, 0.0) } else { (min, max) };
-    let min_half = f16::from_f32(min);
-    let scale_half = f16::from_f32((max - min) / max_code);
-    let word = u32::from(scale_half.to_bits()) | u32::from(min_half.to_bits()) << 16;
-    (word, scale_half.to_f32(), min_half.to_f32())
-}
-
-/// 2^112, where 112 is the difference between the exponent biases of f32 and f16.
-///
-/// The exponent and mantissa of an f16, moved to their place in an f32 and multiplied by this, give
-/// the f16's value. This is exact for every finite f16, subnormals included, and parameters are
-/// always finite.
-pub(super) const WIDEN: f32 = f32::from_bits((127 + 127 - 15) << 23);
-
-/// Returns the scale and minimum in a parameter word.
-#[inline(always)]
-pub(super) fn unpack_parameters(word: u32) -> (f32, f32) {
-    let scale = f32::from_bits((word & 0x7fff) << 13) * WIDEN;
-    let min = f32::from_bits((word >> 16 & 0x7fff) << 13) * WIDEN;
-    (scale, f32::from_bits(min.to_bits() | word & 0x8000_0000))
-}
-
-/// Computes [`unpack_parameters`] of a vector of words.
-#[inline(always)]
-pub(super) fn unpack_vector<S: Simd>(words: Vector<S, u32>) -> (Vector<S, f32>, Vector<S, f32>) {
-    let magnitude = 0x7fffu32.splat::<S>();
-    let scale = ((words & magnitude) << 13).reinterpret::<f32>() * WIDEN.splat();
-    let min = ((words >> 16 & magnitude) << 13).reinterpret::<f32>() * WIDEN.splat();
-    let sign = words & (1u32 << 31).splat();
-    (scale, (min.reinterpret::<u32>() | sign).reinterpret())
-}
-
-#[inline(always)]
-fn encode(x: f32, scale: f32, min: f32, max_code: f32) -> f32 {
-    let x = x.clamp(-F16_MAX, F16_MAX);
-    // Division by a zero scale gives NaN or infinity; its code is 0 by definition.
-    let code = ((x - min) / scale).clamp(0.0, max_code).round_ties_even();
-    if scale == 0.0 { 0.0 } else { code }
-}
 
 /// Returns the divisor for a group of this scale: infinity instead of 0, so that the codes of a
 /// constant group are 0.
@@ -65,8 +20,7 @@ fn divisor(scale: f32) -> f32 {
     if scale == 0.0 { f32::INFINITY } else { scale }
 }
 
-/// Returns the codes of a vector of elements, given each lane's minimum and [`divisor`]. They equal
-/// those of [`encode`].
+/// Returns the codes of a vector of elements, given each lane's minimum and [`divisor`].
 #[inline(always)]
 fn encode_vector<S: Simd>(
     x: Vector<S, f32>,
@@ -92,7 +46,13 @@ fn widen_range<S: Simd>(range: &mut [Vector<S, f32>; 2], x: Vector<S, f32>) {
 /// Quantizes one group of tokens, `rows` `[group_size, head_dim]`, into its words: rows of codes,
 /// then one row of parameters, each `head_dim` wide.
 #[macerator::with_simd]
-fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usize, n_bits: u32) {
+fn quantize_per_channel<S: Simd>(
+    rows: &[f32],
+    words: &mut [u32],
+    head_dim: usize,
+    n_bits: u32,
+    range: GroupRange,
+) {
     let lanes = f32::lanes::<S>();
     if head_dim < lanes {
         // Pads the channels with zeros to a whole vector, and drops their words afterwards.
@@ -101,7 +61,7 @@ fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usiz
             wide_rows.extend_from_slice(row);
             wide_rows.resize(wide_rows.len() + lanes - head_dim, 0.0);
         }
-        quantize_channels::<S>(&wide_rows, &mut wide_words, 0, lanes, n_bits);
+        quantize_channels::<S>(&wide_rows, &mut wide_words, 0, lanes, n_bits, range);
         let wide = wide_words.chunks_exact(lanes);
         for (line, wide) in words.chunks_exact_mut(head_dim).zip(wide) {
             line.copy_from_slice(&wide[..head_dim]);
@@ -112,7 +72,7 @@ fn quantize_per_channel<S: Simd>(rows: &[f32], words: &mut [u32], head_dim: usiz
         // The last vector may overlap the one before. Those channels are computed twice, with the
         // same result.
         let channel = channel.min(head_dim - lanes);
-        quantize_channels::<S>(rows, words, channel, head_dim, n_bits);
+        quantize_channels::<S>(rows, words, channel, head_dim, n_bits, range);
     }
 }
 
@@ -124,6 +84,7 @@ fn quantize_channels<S: Simd>(
     channel: usize,
     head_dim: usize,
     n_bits: u32,
+    rule: GroupRange,
 ) {
     let lanes = f32::lanes::<S>();
     // The fewest codes that fill whole words.
@@ -136,6 +97,12 @@ fn quantize_channels<S: Simd>(
     let [mut min, mut max, mut divisors] = [[0.0; MAX_LANES]; 3];
     store(&mut min, range[0].max((-F16_MAX).splat()));
     store(&mut max, range[1].min(F16_MAX.splat()));
+    if rule != GroupRange::MinMax {
+        for (i, (min, max)) in min.iter_mut().zip(&mut max).enumerate().take(lanes) {
+            let column = rows[channel + i..].iter().copied().step_by(head_dim);
+            (*min, *max) = range_of(column, rule, max_code);
+        }
+    }
     let (codes, params) = words.split_at_mut(words.len() - head_dim);
     for (i, word) in params[channel..][..lanes].iter_mut().enumerate() {
         let scale;
@@ -169,6 +136,7 @@ fn quantize_per_token_by<S: Simd, const BITS: usize>(
     words: &mut [u32],
     head_dim: usize,
     group_size: usize,
+    rule: GroupRange,
 ) {
     let lanes = f32::lanes::<S>();
     let max_code = (1u32 << BITS) - 1;
@@ -185,7 +153,10 @@ fn quantize_per_token_by<S: Simd, const BITS: usize>(
                     widen_range(&mut range, load(&part[i..]));
                 }
             }
-            let (min, max) = (range[0].reduce_min(), range[1].reduce_max());
+            let (min, max) = match rule {
+                GroupRange::MinMax => (range[0].reduce_min(), range[1].reduce_max()),
+                rule => range_of(group.iter().copied(), rule, max_code),
+            };
             let (word, scale, min) =
                 parameters(min.max(-F16_MAX), max.min(F16_MAX), max_code as f32);
             *param = word;
@@ -206,7 +177,11 @@ fn quantize_per_token_by<S: Simd, const BITS: usize>(
 
 /// Writes codes into the words of a group, from element `first` on, a multiple of 16.
 #[inline(always)]
-fn write_codes<const BITS: usize>(words: &mut [u32], first: usize, codes: &[u32]) {
+pub(in crate::formats) fn write_codes<const BITS: usize>(
+    words: &mut [u32],
+    first: usize,
+    codes: &[u32],
+) {
     let place = |i: usize| i as u32 % CodeLayout::<BITS>::CODES as u32;
     for (run, codes) in codes.chunks(CodeLayout::<BITS>::CODES).enumerate() {
         let first = first + run * CodeLayout::<BITS>::CODES;
@@ -242,7 +217,7 @@ fn quantize_per_token(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &Q
         4 => quantize_per_token_by::<4>,
         _ => quantize_per_token_by::<8>,
     };
-    kernel(rows, words, head_dim, spec.group_size);
+    kernel(rows, words, head_dim, spec.group_size, spec.range);
 }
 
 /// Returns code `nth` of the codes whose low bits share the word `low`, and whose high bits share
@@ -314,7 +289,7 @@ pub(super) fn quantize_slice(input: &[f32], words: &mut [u32], head_dim: usize, 
         Granularity::PerChannel => {
             let groups = input.chunks_exact(spec.group_size * head_dim);
             for (rows, words) in groups.zip(words.chunks_exact_mut(per_group * head_dim)) {
-                quantize_per_channel(rows, words, head_dim, spec.n_bits);
+                quantize_per_channel(rows, words, head_dim, spec.n_bits, spec.range);
             }
         }
         Granularity::PerToken => quantize_per_token(input, words, head_dim, spec),
@@ -349,74 +324,40 @@ pub(super) fn dequantize_slice(words: &[u32], out: &mut [f32], head_dim: usize, 
     }
 }
 
-/// Adds the gradient through scales and minima to `grad`, the gradient of a fake-quantized slice:
+/// Replaces `grad`, the gradient of a fake-quantized slice, by the gradient of `input`:
 /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
-pub(super) fn add_scale_gradients(
-    input: &[f32],
-    grad: &mut [f32],
-    head_dim: usize,
-    spec: &QuantSpec,
-) {
+pub(super) fn through_scales(input: &[f32], grad: &mut [f32], head_dim: usize, spec: &QuantSpec) {
     let group_size = spec.group_size;
     match spec.granularity {
         Granularity::PerChannel => {
+            let (mut column, mut of_column) = (vec![0.0; group_size], vec![0.0; group_size]);
             let groups = input.chunks_exact(group_size * head_dim);
             for (rows, grad) in groups.zip(grad.chunks_exact_mut(group_size * head_dim)) {
                 for channel in 0..head_dim {
-                    let (column, grad) = (&rows[channel..], &mut grad[channel..]);
-                    add_scale_gradient(column, grad, head_dim, spec.max_code());
+                    copy_column(&rows[channel..], head_dim, &mut column);
+                    copy_column(&grad[channel..], head_dim, &mut of_column);
+                    through_group(&column, &mut of_column, spec);
+                    let out = grad[channel..].iter_mut().step_by(head_dim);
+                    out.zip(&of_column).for_each(|(out, &grad)| *out = grad);
                 }
             }
         }
         Granularity::PerToken => {
             let groups = input.chunks_exact(group_size);
             for (group, grad) in groups.zip(grad.chunks_exact_mut(group_size)) {
-                add_scale_gradient(group, grad, 1, spec.max_code());
+                through_group(group, grad, spec);
             }
         }
     }
 }
 
-/// Computes [`add_scale_gradients`] of one group, whose elements are `stride` apart.
-fn add_scale_gradient(input: &[f32], grad: &mut [f32], stride: usize, max_code: u32) {
-    let max_code = max_code as f32;
-    let elements = || input.iter().map(|x| x.clamp(-F16_MAX, F16_MAX)).step_by(stride);
-    let (mut lowest, mut highest) = ((F16_MAX, 0), (-F16_MAX, 0));
-    for (i, x) in elements().enumerate() {
-        if x < lowest.0 {
-            lowest = (x, i);
-        }
-        if x > highest.0 {
-            highest = (x, i);
-        }
-    }
-    let (_, scale, min) = parameters(lowest.0, highest.0, max_code);
-    if scale > 0.0 {
-        let parts = elements().zip(grad.iter().step_by(stride)).map(|(x, grad)| {
-            let error = encode(x, scale, min, max_code) - (x - min) / scale;
-            // A NaN has no rounding error.
-            if x.is_nan() { 0.0 } else { grad * error.clamp(-0.5, 0.5) }
-        });
-        let sum = parts.sum::<f32>() / max_code;
-        grad[highest.1 * stride] += sum;
-        grad[lowest.1 * stride] -= sum;
-    }
+fn copy_column(rows: &[f32], stride: usize, column: &mut [f32]) {
+    column.iter_mut().zip(rows.iter().step_by(stride)).for_each(|(to, from)| *to = *from);
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_finite_half_widens_exactly() {
-        for bits in 0..=u16::MAX {
-            let half = f16::from_bits(bits);
-            if half.is_finite() {
-                let (scale, min) =
-                    unpack_parameters(u32::from(bits) << 16 | u32::from(bits & 0x7fff));
-                assert_eq!(min.to_bits(), half.to_f32().to_bits());
-                assert_eq!(scale, half.to_f32().abs());
-            }
-        }
-    }
+fn through_group(group: &[f32], grad: &mut [f32], spec: &QuantSpec) {
+    let range = range_of(group.iter().copied(), spec.range, spec.max_code());
+    let (_, step, min) = parameters(range.0, range.1, spec.max_code() as f32);
+    let quantized = Quantized { range, step, min, max_code: spec.max_code() };
+    through_range(group, grad, spec.range, &quantized);
 }

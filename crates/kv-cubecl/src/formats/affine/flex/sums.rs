@@ -16,7 +16,7 @@ use macerator::{Scalar, Simd};
 use super::vnni;
 use super::{
     codes::{CodeLayout, Codes, Terms},
-    quantize::{unpack_parameters, unpack_vector},
+    parameters::{unpack_parameters, unpack_vector},
     tile::{MAX_ROWS, TILE, TILE_WORDS},
     widen::{RUN, WHOLE_WORDS, WIDENED, widen_columns, widen_lines, widened},
 };
@@ -73,36 +73,50 @@ pub(super) fn score(
     n: usize,
     scratch: &mut [f32],
 ) {
-    let PackedRun { words: keys, ref place, ref tokens, .. } = *keys;
-    let PackedLayout { ref spec, head_dim, .. } = *place;
-    let start = spec.words(tokens.start, head_dim);
+    let PackedRun { words, ref place, ref tokens, .. } = *keys;
+    let words = &words[place.spec.words(tokens.start, place.head_dim)..];
+    score_words(words, place, tokens.len(), query, scores, n, scratch);
+}
+
+/// Computes [`score`] of `tokens` keys whose groups begin with `words`.
+pub(in crate::formats) fn score_words(
+    words: &[u32],
+    PackedLayout { spec, head_dim, .. }: &PackedLayout,
+    tokens: usize,
+    query: &[f32],
+    scores: &mut [f32],
+    n: usize,
+    scratch: &mut [f32],
+) {
+    let head_dim = *head_dim;
     for (row, rows) in runs(query.len() / head_dim) {
         let query = &query[row * head_dim..][..rows * head_dim];
         let kernel = kernel!(score_rows, spec, rows, head_dim);
-        let group_size = spec.group_size;
-        kernel(
-            &keys[start..],
-            query,
-            &mut scores[row * n..],
-            n,
-            tokens.len(),
-            head_dim,
-            group_size,
-            scratch,
-        );
+        let (scores, group_size) = (&mut scores[row * n..], spec.group_size);
+        kernel(words, query, scores, n, tokens, head_dim, group_size, scratch);
     }
 }
 
 /// Computes `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
 pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
-    let PackedRun { words: values, ref place, ref tokens, .. } = *values;
-    let PackedLayout { ref spec, head_dim, .. } = *place;
-    let words = |token| spec.words(token, head_dim);
-    let values = &values[words(tokens.start)..words(tokens.end)];
+    let PackedRun { words, ref place, ref tokens, .. } = *values;
+    let word = |token| place.spec.words(token, place.head_dim);
+    add_words(&words[word(tokens.start)..word(tokens.end)], place, weights, n, o);
+}
+
+/// Computes [`add`] of values whose words are `words`.
+pub(in crate::formats) fn add_words(
+    words: &[u32],
+    PackedLayout { spec, head_dim, .. }: &PackedLayout,
+    weights: &[f32],
+    n: usize,
+    o: &mut [f32],
+) {
+    let head_dim = *head_dim;
     for (row, rows) in runs(o.len() / head_dim) {
         let o = &mut o[row * head_dim..][..rows * head_dim];
         let kernel = kernel!(add_rows, spec, rows, head_dim);
-        kernel(values, &weights[row * n..], n, o, head_dim, spec.group_size);
+        kernel(words, &weights[row * n..], n, o, head_dim, spec.group_size);
     }
 }
 

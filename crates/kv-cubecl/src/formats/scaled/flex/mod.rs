@@ -324,7 +324,7 @@ impl<F: Scaled> CpuCodec for F {
         values.add_restored(weights, n, o);
     }
 
-    fn add_scale_gradients(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
+    fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
         let Some(most) = F::LARGEST else { return };
         let group_size = place.spec.group_size;
         match place.spec.granularity {

@@ -11,13 +11,18 @@ use super::{
 };
 use crate::{
     formats::{
-        Codec, Granularity, QuantSpec,
+        Codec, Granularity, GroupRange, QuantSpec,
         affine::Affine,
         flex::{CpuCodec, PackedRun, SCRATCH_ROWS},
     },
     layout::PackedLayout,
     simd::{self, MAX_LANES},
 };
+
+fn spec_of(granularity: Granularity, n_bits: u32, group_size: usize) -> QuantSpec {
+    let range = GroupRange::MinMax;
+    QuantSpec { format: Codec::Affine, granularity, n_bits, group_size, range, tile: None }
+}
 
 /// The arguments of both kernels over the same tokens. Results are scores, then outputs.
 #[derive(Clone, Copy)]
@@ -83,7 +88,7 @@ fn check_tokens<const BITS: usize, const ROWS: usize>(
     weights.iter_mut().enumerate().for_each(|(i, x)| *x *= wide(i / tokens, i));
     let spec = |granularity| {
         let n_bits = BITS as u32;
-        QuantSpec { format: Codec::Affine, granularity, n_bits, group_size }
+        spec_of(granularity, n_bits, group_size)
     };
     let whole = tokens.next_multiple_of(group_size);
     let keys = packed(&spec(Granularity::PerChannel), whole, head_dim);
@@ -208,8 +213,7 @@ fn sums_over_codes_equal_sums_over_restored_tokens_in_every_shape() {
 #[test]
 fn split_codes_of_very_wide_heads() {
     let (tokens, head_dim) = (40, 2048);
-    let spec =
-        |granularity| QuantSpec { format: Codec::Affine, granularity, n_bits: 3, group_size: 32 };
+    let spec = |granularity| spec_of(granularity, 3, 32);
     let (query, weights) = (wave(head_dim, 0.7), wave(tokens, 1.3));
     for granularity in [Granularity::PerChannel, Granularity::PerToken] {
         let spec = spec(granularity);
@@ -241,12 +245,7 @@ fn integer_kernels_preserve_zeros_and_nonfinite_numbers() {
     const HEAD_DIM: usize = 96;
     const GROUP: usize = 32;
     const ROWS: usize = 3;
-    let spec = |granularity| QuantSpec {
-        format: Codec::Affine,
-        granularity,
-        n_bits: 4,
-        group_size: GROUP,
-    };
+    let spec = |granularity| spec_of(granularity, 4, GROUP);
     let input: Vec<f32> = (0..TOKENS * HEAD_DIM).map(|i| (i as f32 * 0.37).sin()).collect();
     let [keys, values] = [Granularity::PerChannel, Granularity::PerToken].map(|granularity| {
         let mut words = vec![0; spec(granularity).words(TOKENS, HEAD_DIM)];

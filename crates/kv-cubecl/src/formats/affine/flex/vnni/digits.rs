@@ -3,7 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::{
-    super::{quantize::WIDEN, tile::MAX_ROWS},
+    super::{parameters::WIDEN, tile::MAX_ROWS},
     sizes::LANES,
 };
 
@@ -127,7 +127,8 @@ fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4
     out
 }
 
-/// Computes [`unpack_parameters`](super::super::quantize::unpack_parameters) of a vector of words.
+/// Computes [`unpack_parameters`](super::super::parameters::unpack_parameters) of a vector of
+/// words.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn unpack_parameters(words: __m512i) -> (__m512, __m512) {

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use super::*;
 use crate::{
-    KvFormat, Side,
+    GroupOptions, KvFormat, Side,
     formats::{
         blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
         flex::{CpuCodec, IndexHeads},
@@ -51,7 +51,7 @@ fn packed(noise: &mut Noise, format: KvFormat, tokens: usize, head_dim: usize) -
 }
 
 fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedLayout {
-    let spec = format.spec(Side::Keys, head_dim, 32).unwrap();
+    let spec = format.spec(Side::Keys, head_dim, GroupOptions::new(32)).unwrap();
     PackedLayout { spec, head_dim, tokens }
 }
 
@@ -76,7 +76,7 @@ fn near(what: &str, got: f32, terms: impl Iterator<Item = f64>) {
 fn check<F: Scaled>(format: KvFormat) {
     let mut noise = Noise(11);
     for head_dim in [16, 32, 48, 64, 80, 96, 128, 160, 256] {
-        if format.validate(Side::Keys, head_dim, 32).is_err() {
+        if format.validate(Side::Keys, head_dim, GroupOptions::new(32)).is_err() {
             continue;
         }
         for (room, tokens, n_rows) in [
@@ -193,7 +193,7 @@ fn index_scores_match_f64() {
         [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks, KvFormat::E4m3Blocks64];
     for format in formats {
         for (head_dim, heads, tokens) in [(32, 1, 16), (64, 5, 50), (128, 64, 77), (256, 9, 19)] {
-            if format.validate(Side::Keys, head_dim, 32).is_err() {
+            if format.validate(Side::Keys, head_dim, GroupOptions::new(32)).is_err() {
                 continue;
             }
             for rounds in [false, true] {

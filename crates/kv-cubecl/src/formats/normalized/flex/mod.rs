@@ -1,0 +1,306 @@
+//! Variance-normalized tiles on the CPU.
+
+#![allow(
+    clippy::extra_unused_type_parameters,
+    reason = "macerator compiles a function for its first type parameter, used or not"
+)]
+
+mod balance;
+
+use macerator::Simd;
+
+use super::Normalized;
+use crate::{
+    formats::{
+        Granularity, QuantSpec,
+        affine::{
+            Affine,
+            flex::{
+                F16_MAX, Quantized, add_words, fits_widened, range_of, reads_codes, saturated_half,
+                score_words, through_range, unpack_parameters, write_codes,
+            },
+        },
+        flex::{CpuCodec, PackedRun},
+    },
+    layout::PackedLayout,
+};
+use balance::{Scales, balance};
+
+/// A tile with its scales and the ranges of its groups.
+struct Prepared {
+    /// The numbers divided by the scales, `[tokens, head_dim]`.
+    numbers: Vec<f32>,
+    scales: Scales,
+    /// The least number and the step of each group's codes, and the whole range.
+    groups: Vec<Group>,
+}
+
+#[derive(Clone, Copy)]
+struct Group {
+    range: (f32, f32),
+    step: f32,
+}
+
+impl Prepared {
+    fn new(rows: &[f32], head_dim: usize, spec: &QuantSpec) -> Self {
+        let iterations = spec.tile.map_or(0, |tile| tile.iterations);
+        // A NaN counts as 0, so that it changes no other number.
+        let limited = |x: &f32| if x.is_nan() { 0.0 } else { x.clamp(-F16_MAX, F16_MAX) };
+        let mut numbers: Vec<f32> = rows.iter().map(limited).collect();
+        let scales = balance(&mut numbers, head_dim, iterations);
+        let channels: Vec<f32> = scales.channels.iter().map(|scale| 1.0 / scale).collect();
+        for (row, token) in numbers.chunks_exact_mut(head_dim).zip(&scales.tokens) {
+            let token = 1.0 / token;
+            row.iter_mut().zip(&channels).for_each(|(x, channel)| *x *= token * channel);
+        }
+        let groups = match spec.granularity {
+            Granularity::PerChannel => (0..head_dim)
+                .map(|channel| group(numbers[channel..].iter().copied().step_by(head_dim), spec))
+                .collect(),
+            Granularity::PerToken => {
+                let rows = numbers.chunks_exact(head_dim);
+                rows.map(|row| group(row.iter().copied(), spec)).collect()
+            }
+        };
+        Self { numbers, scales, groups }
+    }
+
+    /// Returns the factor that is stored with the step and the minimum of a group, and the one that
+    /// is stored by itself.
+    fn factors(&self, spec: &QuantSpec) -> (Vec<f32>, Vec<f32>) {
+        let Scales { rms, tokens, channels } = &self.scales;
+        let channels = channels.iter().map(|channel| channel * rms).collect();
+        match spec.granularity {
+            Granularity::PerChannel => (channels, tokens.clone()),
+            Granularity::PerToken => (tokens.clone(), channels),
+        }
+    }
+}
+
+fn group(numbers: impl Iterator<Item = f32> + Clone, spec: &QuantSpec) -> Group {
+    let (min, max) = range_of(numbers, spec.range, spec.max_code());
+    Group { range: (min, max), step: (max - min) / spec.max_code() as f32 }
+}
+
+impl Group {
+    /// Returns the code of a number.
+    #[inline(always)]
+    fn code(&self, x: f32, max_code: f32) -> u32 {
+        let steps = ((x - self.range.0) / self.step).clamp(0.0, max_code);
+        // A step of 0 makes it NaN, which becomes code 0.
+        steps.round_ties_even() as u32
+    }
+
+    /// Returns the parameter word: step and minimum, multiplied by a factor.
+    fn parameter(&self, factor: f32) -> u32 {
+        let [step, min] = [self.step, self.range.0].map(|x| saturated_half(x * factor).to_bits());
+        u32::from(step) | u32::from(min) << 16
+    }
+}
+
+/// Quantizes one tile into its words.
+fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantSpec) {
+    let tile = Prepared::new(rows, head_dim, spec);
+    let (with_groups, alone) = tile.factors(spec);
+    let (groups, factors) = words.split_at_mut(words.len() - alone.len() / 2);
+    let halves = alone.as_chunks::<2>().0.iter();
+    for (word, pair) in factors.iter_mut().zip(halves) {
+        let [low, high] = pair.map(|x| u32::from(saturated_half(x).to_bits()));
+        *word = low | high << 16;
+    }
+    let max_code = spec.max_code() as f32;
+    let write = match spec.n_bits {
+        2 => write_codes::<2>,
+        3 => write_codes::<3>,
+        _ => write_codes::<4>,
+    };
+    // Codes of a group are packed sixteen at a time.
+    let code_words = spec.code_words();
+    let mut line = vec![0; code_words];
+    let mut codes = [0; 16];
+    for (nth, (group, factor)) in tile.groups.iter().zip(with_groups).enumerate() {
+        let (first, stride) = match spec.granularity {
+            Granularity::PerChannel => (nth, head_dim),
+            Granularity::PerToken => (nth * head_dim, 1),
+        };
+        for at in (0..spec.group_size).step_by(16) {
+            for (i, code) in codes.iter_mut().enumerate() {
+                *code = group.code(tile.numbers[first + (at + i) * stride], max_code);
+            }
+            write(&mut line, at, &codes);
+        }
+        match spec.granularity {
+            Granularity::PerChannel => {
+                let words = groups[nth..].iter_mut().step_by(head_dim);
+                words.zip(&line).for_each(|(word, &codes)| *word = codes);
+                groups[code_words * head_dim + nth] = group.parameter(factor);
+            }
+            Granularity::PerToken => {
+                let words = &mut groups[nth * (code_words + 1)..][..code_words + 1];
+                words[..code_words].copy_from_slice(&line);
+                words[code_words] = group.parameter(factor);
+            }
+        }
+    }
+}
+
+/// Most factors of a tile: one for each token or channel.
+const MOST_FACTORS: usize = 256;
+
+/// The words of the groups of a block, and its factors.
+struct Block<'a> {
+    groups: &'a [u32],
+    factors: [f32; MOST_FACTORS],
+}
+
+impl<'a> Block<'a> {
+    /// Takes the words of a block, and of what follows it.
+    fn new(words: &'a [u32], PackedLayout { spec, head_dim, .. }: &PackedLayout) -> Self {
+        let (n, len) = (spec.factors(*head_dim), spec.block_words(*head_dim));
+        let (groups, words) = words[..len].split_at(len - n / 2);
+        let mut factors = [0.0; MOST_FACTORS];
+        widen(words, &mut factors[..n]);
+        Self { groups, factors }
+    }
+}
+
+/// Converts pairs of halves, which are positive.
+#[macerator::with_simd]
+fn widen<S: Simd>(words: &[u32], factors: &mut [f32]) {
+    for (pair, &word) in factors.as_chunks_mut::<2>().0.iter_mut().zip(words) {
+        let (low, high) = unpack_parameters(word);
+        *pair = [low, high];
+    }
+}
+
+/// Returns the layout of a block's groups without its factors: groups of KIVI.
+fn without_tile(place: &PackedLayout) -> PackedLayout {
+    let spec = QuantSpec { tile: None, ..place.spec };
+    let tokens = place.spec.block_tokens();
+    PackedLayout { spec, tokens, ..*place }
+}
+
+/// The tokens of a run that are in one block.
+struct Part<'a> {
+    /// The words of the block, and of what follows it.
+    words: &'a [u32],
+    /// Tokens of the block before these.
+    skipped: usize,
+    /// Tokens of the run before these.
+    first: usize,
+    count: usize,
+}
+
+/// Returns the blocks of a run.
+fn parts<'a>(run: &'a PackedRun<'_>) -> impl Iterator<Item = Part<'a>> {
+    let PackedLayout { spec, head_dim, .. } = run.place;
+    let (block, tokens) = (spec.block_tokens(), run.tokens.clone());
+    (tokens.start / block * block..tokens.end).step_by(block).map(move |token| {
+        let (begin, end) = (token.max(tokens.start), (token + block).min(tokens.end));
+        Part {
+            words: &run.words[spec.words(token, head_dim)..],
+            skipped: begin - token,
+            first: begin - tokens.start,
+            count: end - begin,
+        }
+    })
+}
+
+impl CpuCodec for Normalized {
+    fn quantize(&self, rows: &[f32], words: &mut [u32], first: usize, place: &PackedLayout) {
+        let PackedLayout { spec, head_dim, .. } = *place;
+        let blocks = words[place.codes(first)..].chunks_exact_mut(spec.block_words(head_dim));
+        for (rows, words) in rows.chunks_exact(spec.block_tokens() * head_dim).zip(blocks) {
+            quantize_tile(rows, words, head_dim, &spec);
+        }
+    }
+
+    fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout) {
+        let PackedLayout { spec, head_dim, .. } = *place;
+        let groups = without_tile(place);
+        let blocks = words[place.codes(first)..].chunks_exact(spec.block_words(head_dim));
+        for (rows, words) in rows.chunks_exact_mut(spec.block_tokens() * head_dim).zip(blocks) {
+            let Block { groups: words, factors } = Block::new(words, place);
+            Affine.restore(words, 0, rows, &groups);
+            for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+                match spec.granularity {
+                    Granularity::PerChannel => row.iter_mut().for_each(|x| *x *= factors[token]),
+                    Granularity::PerToken => {
+                        row.iter_mut().zip(&factors).for_each(|(x, factor)| *x *= factor);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The scales of tokens and channels count as constants.
+    fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout) {
+        let PackedLayout { spec, head_dim, .. } = *place;
+        let len = spec.block_tokens() * head_dim;
+        for (rows, grad) in rows.chunks_exact(len).zip(grad.chunks_exact_mut(len)) {
+            let tile = Prepared::new(rows, head_dim, &spec);
+            let Scales { rms, tokens, channels } = &tile.scales;
+            let scale = |i: usize| rms * tokens[i / head_dim] * channels[i % head_dim];
+            for (nth, group) in tile.groups.iter().enumerate() {
+                let elements: Vec<usize> = match spec.granularity {
+                    Granularity::PerChannel => (nth..len).step_by(head_dim).collect(),
+                    Granularity::PerToken => (nth * head_dim..(nth + 1) * head_dim).collect(),
+                };
+                let numbers: Vec<f32> = elements.iter().map(|&i| tile.numbers[i]).collect();
+                let mut of_numbers: Vec<f32> =
+                    elements.iter().map(|&i| grad[i] * scale(i)).collect();
+                let Group { range, step } = *group;
+                let group = Quantized { range, step, min: range.0, max_code: spec.max_code() };
+                through_range(&numbers, &mut of_numbers, spec.range, &group);
+                for (&i, of_number) in elements.iter().zip(of_numbers) {
+                    grad[i] = of_number / scale(i);
+                }
+            }
+        }
+    }
+
+    fn score(
+        &self,
+        keys: &PackedRun<'_>,
+        query: &[f32],
+        scores: &mut [f32],
+        n: usize,
+        scratch: &mut [f32],
+    ) {
+        let groups = without_tile(&keys.place);
+        if !reads_codes(&groups.spec) {
+            return keys.score_restored(query, scores, n);
+        }
+        let rows = query.len() / keys.place.head_dim;
+        for Part { words, first, count, .. } in parts(keys) {
+            let Block { factors, .. } = Block::new(words, &keys.place);
+            let scores = &mut scores[first..];
+            score_words(words, &groups, count, query, scores, n, scratch);
+            for row in 0..rows {
+                let scores = &mut scores[row * n..][..count];
+                scores.iter_mut().zip(&factors).for_each(|(score, factor)| *score *= factor);
+            }
+        }
+    }
+
+    fn add(&self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+        let groups = without_tile(&values.place);
+        if !reads_codes(&groups.spec) || !fits_widened(&groups) {
+            return values.add_restored(weights, n, o);
+        }
+        let head_dim = values.place.head_dim;
+        let mut sums = vec![0.0; o.len()];
+        let line = groups.spec.words_per_group();
+        for Part { words, skipped, first, count } in parts(values) {
+            let Block { groups: lines, factors } = Block::new(words, &values.place);
+            let words = &lines[skipped * line..(skipped + count) * line];
+            sums.fill(0.0);
+            add_words(words, &groups, &weights[first..], n, &mut sums);
+            for (o, sums) in o.chunks_exact_mut(head_dim).zip(sums.chunks_exact(head_dim)) {
+                for ((o, sum), factor) in o.iter_mut().zip(sums).zip(&factors) {
+                    *o += sum * factor;
+                }
+            }
+        }
+    }
+}
