@@ -93,7 +93,9 @@ pub(super) fn flush(
         // Of more than there is room for, only the newest are kept.
         let first = (before[side] / block_tokens).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
-        let due_words = spec.words((last - first) * block_tokens, head_dim);
+        // A word of a tile takes about as long as this many other words.
+        let effort = if spec.tile.is_some() { 64 } else { 1 };
+        let due_words = effort * spec.words((last - first) * block_tokens, head_dim);
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {
             let mut rows = vec![0.0; block_tokens * head_dim];
             for index in first..last {
@@ -108,8 +110,8 @@ pub(super) fn flush(
     state
 }
 
-/// Calls `write`, which writes `due` words, with each slice of `words`. Uses several threads where
-/// the work outweighs waking them. `words` may be longer than all slices: see
+/// Calls `write`, which takes as long as writing `due` words, with each slice of `words`. Uses
+/// several threads where the work outweighs waking them. `words` may be longer than all slices: see
 /// [`SideLayout::words`](crate::layout::SideLayout::words).
 fn for_each_slice(
     words: &mut [u32],
