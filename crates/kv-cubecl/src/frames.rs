@@ -107,12 +107,8 @@ impl FrameConfig {
         for side in Side::BOTH {
             let stored = format.format(side);
             if stored.is_tiled() {
-                let field = match side {
-                    Side::Keys => "keys",
-                    Side::Values => "values",
-                };
                 let rule = "is quantized in tiles of tokens, which frames do not have";
-                return Err(invalid(field, stored, rule));
+                return Err(invalid(side.name(), stored, rule));
             }
             if stored.frame_scale().is_none() {
                 continue;

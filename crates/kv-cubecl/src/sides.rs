@@ -17,14 +17,19 @@ pub enum Side {
 impl Side {
     /// Both, in the order in which a cache stores them.
     pub const BOTH: [Self; 2] = [Self::Keys, Self::Values];
+
+    /// Returns the name of the side, and of the field of its format in configurations.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Keys => "keys",
+            Self::Values => "values",
+        }
+    }
 }
 
 impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Keys => "keys",
-            Self::Values => "values",
-        })
+        f.write_str(self.name())
     }
 }
 

@@ -100,10 +100,10 @@ fn is_false(flag: &bool) -> bool {
 
 /// Returns whether a format quantizes each token by itself, keys included.
 const fn is_per_token(format: KvFormat) -> bool {
-    format.is_quantized() && !format.is_grouped() && !format.is_tiled()
+    format.is_quantized() && !is_in_groups(format)
 }
 
-/// Returns whether a format quantizes tokens together, on one of the sides.
+/// Returns whether a format quantizes several tokens together, at least as keys.
 const fn is_in_groups(format: KvFormat) -> bool {
     format.is_grouped() || format.is_tiled()
 }

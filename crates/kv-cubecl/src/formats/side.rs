@@ -174,15 +174,11 @@ impl KvFormat {
                 ("head_dim", head_dim, whole, why)
             }
             Groups::Frame(_) => {
-                let field = match side {
-                    Side::Keys => "keys",
-                    Side::Values => "values",
-                };
                 let rule = format!(
                     "is available to frame caches only, as its scales follow from frames; try {}",
                     self.with_token_scales()
                 );
-                return Err(invalid(field, name, rule));
+                return Err(invalid(side.name(), name, rule));
             }
         };
         if !value.is_multiple_of(multiple) {

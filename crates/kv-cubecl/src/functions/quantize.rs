@@ -76,7 +76,7 @@ impl Packed {
         let (per_group, has_min) = (self.spec.code_words(), self.spec.format.has_offset());
         let head_dim = self.shape[3];
         let halves = |word: u32| [word as u16, (word >> 16) as u16].map(f16::from_bits);
-        // A tile has one group of each channel or token, so its lines are as wide as those of KIVI.
+        // A tile has one group for each channel or token, so its lines are as wide as KIVI's.
         let line = match self.spec.granularity {
             Granularity::PerChannel => head_dim,
             Granularity::PerToken => head_dim / self.spec.group_size,

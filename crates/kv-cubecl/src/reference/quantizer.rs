@@ -34,10 +34,7 @@ pub fn quantize_group_in(values: &[f32], n_bits: u32, range: GroupRange) -> Quan
     let numbers = values.iter().copied().filter(|x| !x.is_nan());
     let numbers: Vec<f64> = numbers.map(f64::from).collect();
     let n = ((1u32 << n_bits) - 1) as f32;
-    let (scale, min) = match range {
-        GroupRange::LeastError => clipped_group(&numbers, n_bits),
-        range => parameters(range_of(&numbers, n_bits, range), n_bits),
-    };
+    let (scale, min) = parameters(range_of(&numbers, n_bits, range), n_bits);
     let code = |x: &f32| {
         if scale == f16::ZERO || x.is_nan() {
             return 0;
@@ -52,10 +49,6 @@ fn parameters((low, high): (f64, f64), n_bits: u32) -> (f16, f16) {
     // The quotient is one of f32.
     let n = ((1u32 << n_bits) - 1) as f32;
     (f16::from_f32((high as f32 - low as f32) / n), f16::from_f32(low as f32))
-}
-
-fn clipped_group(numbers: &[f64], n_bits: u32) -> (f16, f16) {
-    parameters(range_of(numbers, n_bits, GroupRange::LeastError), n_bits)
 }
 
 fn extremes(numbers: &[f64]) -> (f64, f64) {

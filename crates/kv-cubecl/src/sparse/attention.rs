@@ -175,13 +175,10 @@ impl<'a> Blocks<'a> {
         let scores = scores.reshape([batch, blocks, heads, block, recent]) + hidden;
         let mut largest = scores.clone().detach().max_dim(4);
 
-        let of_entries = self.entry_scores(query, &tokens).map(|(scores, entries)| {
-            let n = scores.dims()[3];
-            let scores = scores.reshape([batch, blocks, heads, block, n]);
-            let scores = scores + self.unseen(&tokens, blocks, n, &device);
-            largest = largest.clone().max_pair(scores.clone().detach().max_dim(4));
-            (scores, entries)
-        });
+        let of_entries = self.entry_scores(query, &tokens);
+        if let Some((scores, _)) = &of_entries {
+            largest = largest.max_pair(scores.clone().detach().max_dim(4));
+        }
         let sinks = self
             .options
             .sink_logits
@@ -248,38 +245,36 @@ impl<'a> Blocks<'a> {
     }
 
     /// Returns the scores of the entries that the last token sees,
-    /// `[batch, 1, blocks * heads * block, entries]`, and these entries; `None` without any.
+    /// `[batch, blocks, heads, block, entries]` with `-inf` for hidden ones, and these entries;
+    /// `None` without any.
     fn entry_scores(
         &self,
         query: Tensor<4>,
         tokens: &Range<usize>,
-    ) -> Option<(Tensor<4>, Tensor<4>)> {
+    ) -> Option<(Tensor<5>, Tensor<4>)> {
         let n = self.seen(tokens.end);
-        let Compressed { entries, .. } = self.compressed.filter(|_| n > 0)?;
-        let [batch, blocks, rows, width] = query.dims();
-        let entries = part(entries, 2, 0..n).cast(DType::F32);
+        let compressed = self.compressed.filter(|_| n > 0)?;
+        let ([batch, blocks, rows, width], block) = (query.dims(), self.block);
+        let entries = part(compressed.entries, 2, 0..n).cast(DType::F32);
         let query = query.reshape([batch, 1, blocks * rows, width]);
-        Some((query.matmul(entries.clone().swap_dims(2, 3)), entries))
+        let scores = query.matmul(entries.clone().swap_dims(2, 3));
+        let scores = scores.reshape([batch, blocks, rows / block, block, n]);
+        let unseen = padded(unseen(&compressed, tokens, n), 1, 0, blocks * block);
+        let unseen = unseen.clone().reshape([unseen.dims()[0], blocks, 1, block, n]);
+        Some((scores + unseen, entries))
     }
+}
 
-    /// Returns what hides entries that a token does not see or that are not selected, `-inf` or 0,
-    /// `[batch or 1, blocks, 1, block, n]`.
-    fn unseen(&self, tokens: &Range<usize>, blocks: usize, n: usize, device: &Device) -> Tensor<5> {
-        let block = self.block;
-        let Some(Compressed { compression, selection, .. }) = self.compressed else {
-            return Tensor::zeros([1, blocks, 1, block, n], device);
-        };
-        let hidden = match selection {
-            None => hidden_entries(tokens.start, tokens.len(), n, compression, device).unsqueeze(),
-            Some(selection) => {
-                unselected(selection.indices.clone().narrow(1, tokens.start, tokens.len()), n)
-            }
-        };
-        let hidden: Tensor<3, Bool> = hidden;
-        let shape = hidden.dims();
-        let bias = Tensor::<3>::zeros(shape, device).mask_fill(hidden, f32::NEG_INFINITY);
-        padded(bias, 1, 0, blocks * block).reshape([shape[0], blocks, 1, block, n])
-    }
+/// Returns what hides entries that a token does not see or that are not selected, `-inf` or 0,
+/// `[batch or 1, tokens, n]`.
+fn unseen(compressed: &Compressed<'_>, tokens: &Range<usize>, n: usize) -> Tensor<3> {
+    let Compressed { entries, compression, selection } = *compressed;
+    let (first, count, device) = (tokens.start, tokens.len(), entries.device());
+    let hidden: Tensor<3, Bool> = match selection {
+        None => hidden_entries(first, count, n, compression, &device).unsqueeze(),
+        Some(selection) => unselected(selection.indices.clone().narrow(1, first, count), n),
+    };
+    Tensor::zeros(hidden.dims(), &device).mask_fill(hidden, f32::NEG_INFINITY)
 }
 
 /// Adds zeros before an axis, and behind it up to a length of `len`.

@@ -16,7 +16,9 @@ use super::{
 use crate::{
     formats::{
         Granularity, QuantSpec,
-        cube::{encode, high_shift, high_word, low_bits, low_word, restore},
+        cube::{
+            encode, high_shift, high_word, low_bits, low_word, offset, parameter, restore, scale,
+        },
     },
     kernels::layout::{Positions, ScheduleArgs, SideArgs, packed_slot, quantized},
 };
@@ -162,15 +164,12 @@ struct Steps {
 /// Returns the steps of a range. Without a tile they are rounded to f16, as they are stored.
 #[cube]
 fn steps_of(min: f32, max: f32, #[comptime] spec: QuantSpec) -> Steps {
-    let max_code = comptime!(spec.max_code() as f32);
-    let none = min > max;
-    let min = select(none, f32::new(0.0), min);
-    let max = select(none, f32::new(0.0), max);
-    let step = (max - min) / max_code;
     if comptime!(spec.tile.is_some()) {
-        Steps { step, min }
+        // The numbers of a tile are finite.
+        Steps { step: (max - min) / f32::new(comptime!(spec.max_code() as f32)), min }
     } else {
-        Steps { step: half_value(half_bits(step)), min: half_value(half_bits(min)) }
+        let parameter = parameter(min, max, spec);
+        Steps { step: scale(parameter, spec), min: offset(parameter, spec) }
     }
 }
 

@@ -67,7 +67,7 @@ impl BlockBlueprint {
         self.spec.block_tokens() * self.head_dim
     }
 
-    /// Scales of a tile: those of its tokens, then those of its channels.
+    /// Number of the scales of a tile, first of its tokens, then of its channels.
     pub(super) const fn scales(&self) -> usize {
         match self.spec.tile {
             Some(tile) => tile.tokens + self.head_dim,

@@ -1,11 +1,11 @@
 //! The range that the codes of a group cover, and the gradient through it.
 
 use cubecl::prelude::*;
-use kv_device::half::{half_bits, half_value, round_half_even};
+use kv_device::half::round_half_even;
 
 use crate::formats::{
     GroupRange, QuantSpec,
-    cube::{greater, is_nan, lesser, saturate},
+    cube::{encode, greater, is_nan, lesser, offset, parameter, restore, saturate, scale},
 };
 
 /// Returns the mean and the sample standard deviation of the numbers of a group, without NaN.
@@ -72,18 +72,13 @@ fn squared_error(
     max: f32,
     #[comptime] spec: QuantSpec,
 ) -> f32 {
-    let max_code = comptime!(spec.max_code() as f32);
-    let scale = half_value(half_bits((max - min) / max_code));
-    let min = half_value(half_bits(min));
+    let parameter = parameter(min, max, spec);
+    let (scale, min) = (scale(parameter, spec), offset(parameter, spec));
     let mut sum = f32::new(0.0);
     for i in 0..comptime!(spec.group_size) {
         let x = saturate(data[first + i * stride]);
         if !is_nan(x) {
-            let mut restored = min;
-            if scale > 0.0f32 {
-                let steps = clamp((x - min) / scale, f32::new(0.0), max_code);
-                restored = round_half_even(steps) * scale + min;
-            }
+            let restored = restore(encode(x, scale, min, spec), scale, min, spec);
             sum += (restored - x) * (restored - x);
         }
     }

@@ -112,7 +112,7 @@ fn keep(axis: &mut Axis, #[comptime] len: usize) {
 }
 
 /// Divides the tile from `base` on by its root mean square and its scales, and writes the scales
-/// from `place` on: those of tokens, then those of channels times the root mean square.
+/// from `place` on: of tokens, then of channels times the root mean square.
 #[cube]
 pub(super) fn normalize(
     numbers: &mut [f32],

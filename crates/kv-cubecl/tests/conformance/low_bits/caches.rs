@@ -37,7 +37,7 @@ fn text(name: &str, seed: usize) -> Setup {
     Setup::new(name, [2, 4, 2, 301, 64], seed as u64)
 }
 
-/// Every cache in calls of all sizes: codes are those of the oracle, up to rounding edges, and the
+/// Every cache in calls of all sizes: codes agree with the oracle, up to rounding edges, and the
 /// last token attends to what is stored.
 fn tiles_in_caches<T: Target>(on: &On<T>) {
     for (seed, name) in sampled::<T, _>(CACHES.into_iter().enumerate()) {
@@ -64,7 +64,7 @@ fn side_of(text: &Setup, side: Side) -> &Host {
     }
 }
 
-/// Compares the codes of tiles with those of the oracle. Other tests compare other codes.
+/// Compares the codes of tiles with the oracle's. Other tests compare other codes.
 fn check_stored(name: &str, text: &Setup, cache: &KvCache) {
     let (config, counts) = (&text.config, cache.quantized_counts());
     for side in Side::BOTH {

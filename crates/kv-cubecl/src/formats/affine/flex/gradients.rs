@@ -3,7 +3,7 @@
 
 use super::{
     parameters::F16_MAX,
-    ranges::{moments, part_of, range_of},
+    ranges::{moments, part_of},
 };
 use crate::formats::GroupRange;
 
@@ -51,7 +51,7 @@ pub(in crate::formats) fn through_range(
         of_high += moved;
         of_low -= moved;
     }
-    distribute(elements, grad, rule, max_code, [of_low, of_high]);
+    distribute(elements, grad, rule, (low, high), [of_low, of_high]);
 }
 
 /// Adds the gradient of the ends of a range to the elements that they follow from.
@@ -59,11 +59,11 @@ fn distribute(
     elements: &[f32],
     grad: &mut [f32],
     rule: GroupRange,
-    max_code: u32,
+    range: (f32, f32),
     [of_low, of_high]: [f64; 2],
 ) {
     let limited = elements.iter().map(|x| x.clamp(-F16_MAX, F16_MAX));
-    let numbers = limited.clone().enumerate().filter(|(_, x)| !x.is_nan());
+    let numbers = limited.enumerate().filter(|(_, x)| !x.is_nan());
     let (mut lowest, mut highest) = ((F16_MAX, 0), (-F16_MAX, 0));
     for (i, x) in numbers.clone() {
         if x < lowest.0 {
@@ -81,8 +81,7 @@ fn distribute(
         }
         GroupRange::LeastError => {
             let whole = (lowest.0, highest.0);
-            let best = range_of(limited, rule, max_code);
-            let part = GroupRange::PARTS.into_iter().find(|&part| part_of(whole, part) == best);
+            let part = GroupRange::PARTS.into_iter().find(|&part| part_of(whole, part) == range);
             let part = f64::from(part.unwrap_or(1.0));
             let (near, far) = ((1.0 + part) / 2.0, (1.0 - part) / 2.0);
             add(highest.1, near * of_high + far * of_low);

@@ -1,7 +1,5 @@
 //! The range that the codes of a group cover, from its elements.
 
-use half::f16;
-
 use super::parameters::{F16_MAX, parameters};
 use crate::formats::GroupRange;
 
@@ -74,9 +72,4 @@ fn least_error(
         }
     }
     best
-}
-
-/// Returns `x` as f16, at most the largest finite one.
-pub(in crate::formats) fn saturated_half(x: f32) -> f16 {
-    f16::from_f32(x.clamp(-F16_MAX, F16_MAX))
 }

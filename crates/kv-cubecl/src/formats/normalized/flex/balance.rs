@@ -55,8 +55,9 @@ fn clamped(deviation: f32) -> f32 {
     deviation.clamp(DEVIATIONS.0, DEVIATIONS.1)
 }
 
-/// Returns the scales with the least imbalance among those of the iterations. Later scales win
-/// ties. `tile`, `[tokens, head_dim]`, is divided by its root mean square.
+/// Returns the scales of the iteration with the least imbalance. Later iterations win ties.
+///
+/// `tile`, `[tokens, head_dim]`, is divided by its root mean square.
 pub(super) fn balance(tile: &mut [f32], head_dim: usize, iterations: u32) -> Scales {
     let squares: f64 = tile.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     let rms = (squares / tile.len() as f64).sqrt() as f32;

@@ -7,6 +7,7 @@
 
 mod balance;
 
+use half::f16;
 use macerator::Simd;
 
 use super::Normalized;
@@ -16,8 +17,8 @@ use crate::{
         affine::{
             Affine,
             flex::{
-                F16_MAX, Quantized, add_words, fits_widened, range_of, reads_codes, saturated_half,
-                score_words, through_range, unpack_parameters, write_codes,
+                F16_MAX, Quantized, add_words, fits_widened, range_of, reads_codes, score_words,
+                through_range, unpack_parameters, write_codes,
             },
         },
         flex::{CpuCodec, PackedRun},
@@ -93,9 +94,15 @@ impl Group {
 
     /// Returns the parameter word: step and minimum, multiplied by a factor.
     fn parameter(&self, factor: f32) -> u32 {
-        let [step, min] = [self.step, self.range.0].map(|x| saturated_half(x * factor).to_bits());
-        u32::from(step) | u32::from(min) << 16
+        halves([self.step * factor, self.range.0 * factor])
     }
+}
+
+/// Returns the word of two numbers as f16, which saturate.
+fn halves(pair: [f32; 2]) -> u32 {
+    let half = |x: f32| u32::from(f16::from_f32(x.clamp(-F16_MAX, F16_MAX)).to_bits());
+    let [low, high] = pair.map(half);
+    low | high << 16
 }
 
 /// Quantizes one tile into its words.
@@ -103,11 +110,8 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
     let tile = Prepared::new(rows, head_dim, spec);
     let (with_groups, alone) = tile.factors(spec);
     let (groups, factors) = words.split_at_mut(words.len() - alone.len() / 2);
-    let halves = alone.as_chunks::<2>().0.iter();
-    for (word, pair) in factors.iter_mut().zip(halves) {
-        let [low, high] = pair.map(|x| u32::from(saturated_half(x).to_bits()));
-        *word = low | high << 16;
-    }
+    let pairs = alone.as_chunks::<2>().0.iter();
+    factors.iter_mut().zip(pairs).for_each(|(word, &pair)| *word = halves(pair));
     let max_code = spec.max_code() as f32;
     let write = match spec.n_bits {
         2 => write_codes::<2>,
