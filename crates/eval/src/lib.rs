@@ -15,6 +15,7 @@ mod perplexity;
 mod plan;
 pub mod planner;
 mod report;
+mod retrieval;
 mod run;
 mod score;
 pub mod search;
@@ -28,5 +29,8 @@ pub use needle::{NeedlePlan, NeedleRow, Needles, needles};
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{Report, Versions, device_name};
-pub use run::{LayerError, PositionNll, Run};
+pub use retrieval::{
+    Haystack, Retrieval, RetrievalPlan, RetrievalRow, RetrievalTask, Spelling, retrieval,
+};
+pub use run::{LayerError, PositionKl, PositionNll, Run};
 pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};

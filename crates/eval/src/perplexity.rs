@@ -11,11 +11,11 @@ use kv_models::{
 use tracing::trace_span;
 
 use crate::{
-    Error, Mode, Plan, PositionNll, Result, Run,
+    Error, Mode, Plan, PositionKl, PositionNll, Result, Run,
     plan::Span,
     score::{
-        Divergence, divergence, mean_and_block_stderr, mean_and_stderr, negative_log_likelihood,
-        quantile,
+        Divergence, bootstrap_interval, divergence, mean_and_block_stderr, mean_and_stderr,
+        negative_log_likelihood, quantile,
     },
 };
 
@@ -25,6 +25,8 @@ const HEAD_ROWS: usize = 256;
 /// [`POSITION_BUCKETS`] means.
 const POSITION_BUCKET: usize = 16;
 const POSITION_BUCKETS: usize = 64;
+/// Parts of an eval window with quantiles of the divergence, which take many tokens each.
+const POSITION_PARTS: usize = 8;
 
 /// Warm-up tokens for every cache in parallel mode: the first pass allocates memory, starts threads
 /// and, on a GPU, compiles kernels.
@@ -274,6 +276,9 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         nll_excess_stderr,
         bits_per_byte: None,
         kl_mean,
+        kl_interval: bootstrap_interval(&by_window(plan, &kl)),
+        kl_median: quantile(&kl, 500),
+        kl_p99: quantile(&kl, 990),
         kl_p999: quantile(&kl, 999),
         same_top: same_top as f64 / tally.nll.len() as f64,
         tokens: tally.nll.len(),
@@ -282,8 +287,46 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         float_cache_bytes: bytes(&tally.config.in_float())?,
         first_quantized,
         position_nll: by_position(plan, &tally.nll),
+        position_kl: kl_by_position(plan, &kl),
         layers: vec![],
     })
+}
+
+/// Returns the position of each scored token in its eval window.
+fn positions(plan: &Plan) -> impl Iterator<Item = usize> {
+    let begun = usize::from(plan.bos().is_some());
+    plan.spans()
+        .flat_map(move |Span { tokens, scored }| scored.map(move |it| begun + it - tokens.start))
+}
+
+/// Returns the sum and the number of the scored tokens of each eval window.
+fn by_window(plan: &Plan, kl: &[f32]) -> Vec<(f64, usize)> {
+    let mut rest = kl;
+    let window = |span: Span| {
+        let (own, others) = rest.split_at(span.scored.len());
+        rest = others;
+        (own.iter().map(|&kl| f64::from(kl)).sum(), own.len())
+    };
+    plan.spans().map(window).collect()
+}
+
+/// Returns quantiles of `kl`, one divergence per scored token of `plan`, in equal parts of the
+/// window.
+fn kl_by_position(plan: &Plan, kl: &[f32]) -> Vec<PositionKl> {
+    let width = plan.window().div_ceil(POSITION_PARTS);
+    let mut parts = vec![vec![]; plan.window().div_ceil(width)];
+    for (position, &kl) in positions(plan).zip(kl) {
+        parts[position / width].push(kl);
+    }
+    let part = |(i, kl): (usize, Vec<f32>)| PositionKl {
+        start: (i * width).max(1),
+        end: ((i + 1) * width).min(plan.window()),
+        median: quantile(&kl, 500),
+        p99: quantile(&kl, 990),
+        p999: quantile(&kl, 999),
+        tokens: kl.len(),
+    };
+    parts.into_iter().enumerate().map(part).filter(|part| part.tokens > 0).collect()
 }
 
 /// Returns the means of `nll`, one loss per scored token of `plan`, over buckets of positions.
@@ -299,11 +342,7 @@ fn by_position(plan: &Plan, nll: &[f32]) -> Vec<PositionNll> {
             tokens: 0,
         })
         .collect();
-    let begun = usize::from(plan.bos().is_some());
-    let positions = plan
-        .spans()
-        .flat_map(|Span { tokens, scored }| scored.map(move |token| begun + token - tokens.start));
-    for (position, &nll) in positions.zip(nll) {
+    for (position, &nll) in positions(plan).zip(nll) {
         let bucket = &mut buckets[position / per_bucket];
         bucket.nll += f64::from(nll);
         bucket.tokens += 1;

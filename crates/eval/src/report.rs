@@ -14,7 +14,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::{LayerError, Result, Run};
+use crate::{LayerError, PositionKl, Result, Run};
 
 /// Versions of the software that computed the numbers.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -191,6 +191,23 @@ impl Report {
         }
     }
 
+    /// Draws the divergence that 99% of tokens do not exceed, by position, one line per quantized
+    /// run.
+    pub fn divergence_chart(&self) -> Chart {
+        let curve = |run: &Run| {
+            let middle = |at: &PositionKl| (at.start + at.end - 1) as f64 / 2.0;
+            run.position_kl.iter().map(|at| (middle(at), at.p99)).collect()
+        };
+        let mut series = self.series(self.runs.iter().filter(|run| !run.is_float()), curve);
+        series.iter_mut().for_each(|series| series.style = Style::LinePoints);
+        Chart {
+            title: "Divergence from the float cache, by position".to_string(),
+            y_label: "99% of tokens are at most, nats".to_string(),
+            series,
+            ..self.positions()
+        }
+    }
+
     /// Draws the error of the attention output by layer, one line per run that has it.
     pub fn layers_chart(&self) -> Chart {
         let measured = self.runs.iter().filter(|run| !run.layers.is_empty());
@@ -226,7 +243,7 @@ impl Report {
 
     /// Writes `report.html`, and each of its charts as `NAME.svg` and `NAME.png`, into `folder`,
     /// which is created if missing. The charts are `quality` and `position`, with quantized caches
-    /// also `excess`, and `layers` if it was measured. Returns the paths, the page first.
+    /// also `excess` and `divergence`, and `layers` if it was measured. Returns the paths, the page first.
     ///
     /// # Errors
     /// A folder or file that cannot be written, and no runs to draw.
@@ -264,11 +281,12 @@ impl Report {
             ("quality", self.quality_chart()),
             ("position", self.position_chart()),
             ("excess", self.excess_chart()),
+            ("divergence", self.divergence_chart()),
             ("layers", self.layers_chart()),
         ];
         let (mut html, mut written) = (html.table(&self.table()), Vec::new());
         for (name, chart) in charts {
-            if chart.series.is_empty() && matches!(name, "excess" | "layers") {
+            if chart.series.is_empty() && matches!(name, "excess" | "divergence" | "layers") {
                 continue;
             }
             let [svg, png] = ["svg", "png"].map(|kind| folder.join(format!("{name}.{kind}")));
@@ -276,6 +294,12 @@ impl Report {
             chart.write_png(&png)?;
             written.extend([svg, png]);
             html = html.chart(&chart)?;
+        }
+        for run in self.runs.iter().filter(|run| !run.is_float()) {
+            html = html
+                .heading(&format!("Divergence by position: {}", self.name(run)))
+                .paragraph(&divergence(run))
+                .table(&position_table(&run.position_kl));
         }
         for run in self.runs.iter().filter(|run| !run.layers.is_empty()) {
             html = html
@@ -361,6 +385,34 @@ fn signed(x: f64) -> String {
 
 fn mib(bytes: usize) -> f64 {
     bytes as f64 / (1 << 20) as f64
+}
+
+/// Describes the divergence of all tokens.
+fn divergence(run: &Run) -> String {
+    let interval = match run.kl_interval {
+        Some([low, high]) => format!(" ({low:.6} to {high:.6}, bootstrap over windows, 95%)"),
+        None => String::new(),
+    };
+    let Run { kl_mean, kl_median, kl_p99, kl_p999, .. } = run;
+    format!(
+        "Mean {kl_mean:.6} nats{interval}, median {kl_median:.6}, 99% {kl_p99:.4}, 99.9% \
+         {kl_p999:.4}"
+    )
+}
+
+fn position_table(positions: &[PositionKl]) -> Table {
+    let mut table = Table::new(["from", "to", "tokens", "median", "99%", "99.9%"]);
+    for at in positions {
+        table.push([
+            at.start.to_string(),
+            (at.end - 1).to_string(),
+            at.tokens.to_string(),
+            format!("{:.6}", at.median),
+            format!("{:.4}", at.p99),
+            format!("{:.4}", at.p999),
+        ]);
+    }
+    table
 }
 
 fn layer_table(layers: &[LayerError]) -> Table {

@@ -25,6 +25,23 @@ impl PositionNll {
     }
 }
 
+/// Divergence from the float run at some positions of the eval windows, nats.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PositionKl {
+    /// First position.
+    pub start: usize,
+    /// Position after the last.
+    pub end: usize,
+    /// The divergence that half of the tokens do not exceed.
+    pub median: f64,
+    /// The divergence that 99% of the tokens do not exceed.
+    pub p99: f64,
+    /// The divergence that 99.9% of the tokens do not exceed.
+    pub p999: f64,
+    /// Number of tokens in all windows.
+    pub tokens: usize,
+}
+
 /// The results of one cache over the whole text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Run {
@@ -54,6 +71,13 @@ pub struct Run {
     pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,
+    /// The range of `kl_mean` with a probability of 95%, by a bootstrap over eval windows; `None`
+    /// for a single window.
+    pub kl_interval: Option<[f64; 2]>,
+    /// The divergence that half of the tokens do not exceed, nats.
+    pub kl_median: f64,
+    /// The divergence that 99% of tokens do not exceed, nats.
+    pub kl_p99: f64,
     /// The divergence that 99.9% of tokens do not exceed, nats.
     pub kl_p999: f64,
     /// Share of tokens with the same most likely token as in the float run.
@@ -70,6 +94,8 @@ pub struct Run {
     pub first_quantized: Option<usize>,
     /// Loss by position, ascending.
     pub position_nll: Vec<PositionNll>,
+    /// Divergence by position, ascending.
+    pub position_kl: Vec<PositionKl>,
     /// Error by layer; empty where it was not measured.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<LayerError>,

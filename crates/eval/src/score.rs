@@ -1,5 +1,6 @@
 //! Losses and divergences of logits, computed on the host with sums in f64.
 
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use rayon::prelude::*;
 
 /// Returns the negative log-likelihood of each row's target in nats; `logits` are
@@ -75,6 +76,31 @@ pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     (mean, (squares * blocks / (blocks - 1.0)).sqrt() / n as f64)
 }
 
+/// Returns the range in which the mean of all samples lies with a probability of 95%, given sum and
+/// number of the samples of each sequence; `None` for one sequence.
+///
+/// The sequences are drawn with replacement, and the range is that of the means of the middle 95%
+/// of all draws (Efron, 1979). Samples of one sequence may depend on each other.
+pub(crate) fn bootstrap_interval(sequences: &[(f64, usize)]) -> Option<[f64; 2]> {
+    const DRAWS: usize = 2000;
+    if sequences.len() < 2 {
+        return None;
+    }
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(0);
+    let mut mean = || {
+        let (mut sum, mut count) = (0.0, 0);
+        for _ in sequences {
+            let (of_sequence, n) = sequences[rng.random_range(0..sequences.len())];
+            sum += of_sequence;
+            count += n;
+        }
+        sum / count as f64
+    };
+    let mut means: Vec<f64> = (0..DRAWS).map(|_| mean()).collect();
+    means.sort_by(f64::total_cmp);
+    Some([means[DRAWS / 40], means[DRAWS - 1 - DRAWS / 40]])
+}
+
 /// Returns the smallest sample that at least `per_mille` thousandths of the samples do not exceed.
 pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
     let mut sorted = samples.to_vec();
@@ -97,6 +123,16 @@ mod tests {
         assert_eq!(quantile(&samples, 999), 999.0);
         assert_eq!(quantile(&samples, 1000), 1000.0);
         assert_eq!(quantile(&[7.0], 999), 7.0);
+    }
+
+    #[test]
+    fn bootstraps_of_known_sequences() {
+        assert_eq!(bootstrap_interval(&[(3.0, 4)]), None);
+        assert_eq!(bootstrap_interval(&[(2.0, 4), (1.0, 2)]), Some([0.5, 0.5]), "equal means");
+        // Means of 100 draws of 0 or 1 are binomial: 0.5 with a standard deviation of 0.05.
+        let even: Vec<(f64, usize)> = (0..100).map(|i| (f64::from(i % 2) * 7.0, 7)).collect();
+        let [low, high] = bootstrap_interval(&even).unwrap();
+        assert!((low - 0.402).abs() < 0.015 && (high - 0.598).abs() < 0.015, "{low} to {high}");
     }
 
     #[test]

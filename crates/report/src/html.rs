@@ -8,11 +8,39 @@ use crate::{Error, Result, Table, chart::Chart};
 const STYLE: &str = "\
 body{font:16px/1.5 sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}\
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2rem}\
-table{border-collapse:collapse;font-size:.9rem;margin:1rem 0}\
+table{border-collapse:collapse;font-size:.9rem;margin:1rem 0}caption{text-align:left}\
 th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}\
 th{border-bottom:2px solid #888}.number{text-align:right;font-variant-numeric:tabular-nums}\
 figure{margin:1.5rem 0}svg{max-width:100%;height:auto}\
 pre{background:#f5f5f5;padding:.8rem;white-space:pre-wrap;font-size:.85rem}";
+
+/// A grid of shares, each in a color between that of 0 and that of 1.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct HeatMap {
+    /// Above the grid.
+    pub title: String,
+    /// In the cell above the names of rows.
+    pub corner: String,
+    /// The names of columns.
+    pub columns: Vec<String>,
+    /// The names of rows.
+    pub rows: Vec<String>,
+    /// The shares of each row, from 0 to 1; `None` for a cell without one.
+    pub shares: Vec<Vec<Option<f64>>>,
+}
+
+/// The colors of 0, a half and 1, which stay apart for color-blind readers.
+const HEAT: [[f64; 3]; 3] = [[244.0, 165.0, 130.0], [247.0; 3], [146.0, 197.0, 222.0]];
+
+/// Returns the style of a cell with this share.
+fn heat(share: f64) -> String {
+    let at = share.clamp(0.0, 1.0) * 2.0;
+    let (from, part) = if at < 1.0 { (0, at) } else { (1, at - 1.0) };
+    let [red, green, blue] = core::array::from_fn(|i| {
+        (HEAT[from][i] + part * (HEAT[from + 1][i] - HEAT[from][i])).round() as u8
+    });
+    format!("background:rgb({red},{green},{blue})")
+}
 
 /// Builds a page from top to bottom; every text is escaped.
 #[derive(Clone, Debug)]
@@ -61,6 +89,28 @@ impl HtmlReport {
         self.body += "<table>\n";
         self.body += &row("th", table.header());
         self.body.extend(table.rows().iter().map(|cells| row("td", cells)));
+        self.body += "</table>\n";
+        self
+    }
+
+    /// Adds a grid of shares in percent; a dash marks a cell without one.
+    #[must_use]
+    pub fn heat_map(mut self, map: &HeatMap) -> Self {
+        let named = |name: &String| format!("<th>{}</th>", escape(name));
+        let cell = |share: &Option<f64>| match share {
+            Some(share) => {
+                let percent = (100.0 * share).round();
+                format!("<td class=\"number\" style=\"{}\">{percent}%</td>", heat(*share))
+            }
+            None => "<td class=\"number\">-</td>".to_string(),
+        };
+        self.body += &format!("<table>\n<caption>{}</caption>\n", escape(&map.title));
+        let columns: String = map.columns.iter().map(named).collect();
+        self.body += &format!("<tr>{}{columns}</tr>\n", named(&map.corner));
+        for (name, shares) in map.rows.iter().zip(&map.shares) {
+            let cells: String = shares.iter().map(cell).collect();
+            self.body += &format!("<tr>{}{cells}</tr>\n", named(name));
+        }
         self.body += "</table>\n";
         self
     }

@@ -1,5 +1,5 @@
 //! Shows measurements: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and PNG, both
-//! on an [`HtmlReport`], a page in one file, and a [`Timeline`] on a page of its own.
+//! on an [`HtmlReport`], a page in one file that may have [`HeatMap`]s, and a [`Timeline`] on a page of its own.
 
 pub mod chart;
 mod error;
@@ -8,6 +8,6 @@ mod table;
 pub mod timeline;
 
 pub use error::{Error, Result};
-pub use html::HtmlReport;
+pub use html::{HeatMap, HtmlReport};
 pub use table::Table;
 pub use timeline::Timeline;

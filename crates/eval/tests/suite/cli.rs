@@ -78,7 +78,7 @@ fn a_sliding_window_is_evaluated_past_its_length() {
 /// The files of a report with measured layers.
 #[track_caller]
 fn assert_report(folder: &str) {
-    for name in ["quality", "position", "excess", "layers"] {
+    for name in ["quality", "position", "excess", "divergence", "layers"] {
         let svg = fs::read_to_string(format!("{folder}/{name}.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
         assert!(
@@ -87,7 +87,7 @@ fn assert_report(folder: &str) {
         );
     }
     let page = fs::read_to_string(format!("{folder}/report.html")).unwrap();
-    assert_eq!(page.matches("<svg").count(), 4);
+    assert_eq!(page.matches("<svg").count(), 5);
     for outside in ["<script", "src=", "href=", "url("] {
         assert!(!page.contains(outside), "{outside}");
     }

@@ -25,6 +25,7 @@ mod profile;
 mod prompts;
 mod real_model;
 mod report;
+mod retrieval;
 mod saved;
 mod stride;
 mod twin;

@@ -40,6 +40,7 @@ fn losses_by_position_sum_up_to_the_mean() {
             assert_eq!((position_nll[0].start, position_nll.last().unwrap().end), (1, window));
             assert!(position_nll.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert!(position_nll.iter().all(|at| at.tokens > 0));
+            check_divergence(run, window, tokens);
         }
         if window == 100 {
             let starts: Vec<_> = runs.iter().map(|run| run.first_quantized).collect();
@@ -49,6 +50,23 @@ fn losses_by_position_sum_up_to_the_mean() {
             assert_ne!(runs[1].position_nll[3], runs[0].position_nll[3]);
         }
     }
+}
+
+/// Quantiles of all tokens and of each part of the window are in order, and the parts are the whole
+/// window.
+fn check_divergence(run: &Run, window: usize, tokens: &usize) {
+    let Run { kl_median, kl_p99, kl_p999, kl_mean, kl_interval, position_kl, .. } = run;
+    assert!(kl_median <= kl_p99 && kl_p99 <= kl_p999, "{run:?}");
+    assert_eq!(kl_interval.is_some(), *tokens + 1 > window, "{run:?}");
+    if let Some([low, high]) = kl_interval {
+        assert!(low <= kl_mean && kl_mean <= high, "{run:?}");
+    }
+    assert_eq!(position_kl.iter().map(|at| at.tokens).sum::<usize>(), *tokens);
+    assert_eq!((position_kl[0].start, position_kl.last().unwrap().end), (1, window));
+    assert!(position_kl.windows(2).all(|pair| pair[0].end == pair[1].start));
+    assert!(position_kl.iter().all(|at| at.median <= at.p99 && at.p99 <= at.p999));
+    let largest = position_kl.iter().map(|at| at.p999).fold(0.0, f64::max);
+    assert!(*kl_p999 <= largest, "{run:?}");
 }
 
 #[test]

@@ -1,14 +1,19 @@
-//! `kv-eval needle`: hides passages in a long text, and asks for them.
+//! `kv-eval needle`: hides passages or answers in a long text, and asks for them.
 
-use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, window_bar};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail};
+use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, open_folder, window_bar};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{NeedlePlan, needles};
+use kv_eval::{Haystack, NeedlePlan, RetrievalPlan, RetrievalTask, Spelling, needles, retrieval};
 use kv_models::ModelCacheConfig;
 
 use crate::{
-    arguments::{NamedCache, TextArgs, TextIds, configs, policies},
-    common::{ModelArgs, Weights, note_policies},
+    arguments::{NamedCache, configs, policies},
+    common::{BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids},
     json::{JsonArgs, show},
     loading::MemoryRequest,
     source::{self, Source},
@@ -17,56 +22,179 @@ use crate::{
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   kv-eval needle --model models/austen --text models/austen/heldout.txt --cache k4v4-gflush
-  kv-eval needle -m SmolLM2-135M.gguf -f novel.txt --context 2048 --chunks 8 --cache k2v2-s4")]
+  kv-eval needle -m SmolLM2-135M.gguf -f novel.txt --context 2048 --chunks 8 --cache k2v2-s4
+  kv-eval needle -m SmolLM2-135M.gguf --task single,multi-key --context 2048,8192 --cache balanced")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
     #[command(flatten)]
-    text: TextArgs,
+    bos: BosArgs,
+    /// A UTF-8 text file: for passages - for standard input; for tasks the haystack.
+    #[arg(long, short = 'f', value_name = "TEXT", required_unless_present = "tasks")]
+    text: Option<PathBuf>,
     #[arg(long = "cache", help = cache_help("A cache beside the float one, repeatable"))]
     caches: Vec<NamedCache>,
-    /// Tokens of a prompt.
-    #[arg(long, default_value_t = 1024)]
-    context: usize,
-    /// Tokens of a needle.
-    #[arg(long, default_value_t = 48)]
-    needle: usize,
-    /// First tokens of the needle that the prompt repeats last; the others are to be predicted.
-    #[arg(long, default_value_t = 16)]
-    cue: usize,
-    /// Number of equal parts of the text, each with a place for a needle.
-    #[arg(long, default_value_t = 16)]
-    chunks: usize,
+    /// Tokens of a prompt; with tasks also those of the answer, and several may be given.
+    #[arg(long, default_value = "1024", value_delimiter = ',')]
+    context: Vec<usize>,
+    #[command(flatten)]
+    passages: PassageArgs,
+    #[command(flatten)]
+    tasks: TaskArgs,
     #[command(flatten)]
     json: JsonArgs,
 }
 
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Passages, the default")]
+struct PassageArgs {
+    /// Tokens of a needle.
+    #[arg(long, default_value_t = 48, conflicts_with = "tasks")]
+    needle: usize,
+    /// First tokens of the needle that the prompt repeats last; the others are to be predicted.
+    #[arg(long, default_value_t = 16, conflicts_with = "tasks")]
+    cue: usize,
+    /// Number of equal parts of the text, each with a place for a needle.
+    #[arg(long, default_value_t = 16, conflicts_with = "tasks")]
+    chunks: usize,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Tasks, most of them RULER's, whose answers are generated")]
+struct TaskArgs {
+    /// What is hidden and asked instead of passages; several may be given.
+    #[arg(id = "tasks", long = "task", value_enum, value_delimiter = ',', value_name = "TASK")]
+    tasks: Vec<RetrievalTask>,
+    /// Spelling of keys.
+    #[arg(long, value_enum, default_value = "word", requires = "tasks")]
+    keys: Spelling,
+    /// Spelling of values.
+    #[arg(long, value_enum, default_value = "number", requires = "tasks")]
+    values: Spelling,
+    /// The sentences around the needles [default: those of --text, or repeated].
+    #[arg(long, value_enum, requires = "tasks", conflicts_with = "text")]
+    haystack: Option<Hay>,
+    /// Keys, or values of the key, in tasks with several.
+    #[arg(long, default_value_t = 4, requires = "tasks")]
+    count: usize,
+    /// Places of the first needle, in percent of the haystack.
+    #[arg(long, value_delimiter = ',', default_value = "0,25,50,75,100", requires = "tasks")]
+    depth: Vec<usize>,
+    /// Prompts with other needles, for each task, context and depth.
+    #[arg(long, default_value_t = 1, requires = "tasks")]
+    samples: usize,
+    /// Seed of keys, values and noise.
+    #[arg(long, default_value_t = 0, requires = "tasks")]
+    seed: u64,
+    /// Write a page with heat maps into this folder, which is created if missing.
+    #[arg(long, value_name = "FOLDER", requires = "tasks")]
+    report: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Hay {
+    /// Random words.
+    Noise,
+    /// The same sentences again and again.
+    Repeated,
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let files = NamedFiles::default().reads("text", &args.text.path);
+    let mut files = NamedFiles::default();
+    if let Some(text) = &args.text {
+        files = files.reads("text", text);
+    }
+    let report = args.tasks.report.as_deref().map(|folder| folder.join("report.html"));
     policies(files, &args.caches)
         .reads_model("model", args.on.source.given())
+        .writes("report", report.as_deref())
         .writes("json", args.json.path())
         .check()?;
     exit_on_interrupt()?;
-    dispatch!(args.on.backend, Plain, run_on(args))
+    match &args.text {
+        Some(text) if args.tasks.tasks.is_empty() => {
+            dispatch!(args.on.backend, Plain, passages(args, text))
+        }
+        _ => dispatch!(args.on.backend, Plain, tasks(args)),
+    }
 }
 
-fn run_on<T: Target>(args: &Args) -> Result<()> {
+/// Returns the float cache, then those of the arguments, each once.
+fn caches(args: &Args) -> Vec<ModelCacheConfig> {
+    let mut all = vec![ModelCacheConfig::from(KvCacheConfig::float())];
+    for cache in configs(&args.caches) {
+        if !all.contains(&cache) {
+            all.push(cache);
+        }
+    }
+    all
+}
+
+fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
-    let &Args { context, needle, cue, chunks, .. } = args;
+    let [context] = args.context[..] else {
+        bail!("context: passages have one; give --task for several");
+    };
+    let &PassageArgs { needle, cue, chunks } = &args.passages;
     let plan = NeedlePlan { context, needle, cue, chunks };
-    let float = ModelCacheConfig::from(KvCacheConfig::float());
-    let caches: Vec<_> = [float].into_iter().chain(configs(&args.caches)).collect();
+    let caches = caches(args);
     let request = MemoryRequest::new(caches.iter().cloned(), context).in_one_pass();
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
     note_policies(&caches, model.spec());
-    let TextIds { ids, .. } = args.text.read(&tokenizer, Some(plan.text()))?;
+    let (ids, _) = read_ids(text, &tokenizer, Some(plan.text()))?;
+    note_short_text(&ids, Some(plan.text()));
     let bar = window_bar();
     bar.set_length(caches.len().saturating_mul(chunks) as u64);
     let found = needles(&device, &model, &ids, &caches, plan, |_| bar.inc(1));
     bar.finish_and_clear();
     let found = found?;
     show(screen, json, &found)
+}
+
+fn tasks<T: Target>(args: &Args) -> Result<()> {
+    let TaskArgs { tasks, haystack, depth, samples, count, seed, report, .. } = &args.tasks;
+    let haystack = match (&args.text, haystack) {
+        (Some(path), _) => {
+            let cannot = || format!("text {}: cannot read", path.display());
+            Haystack::of_text(&fs::read_to_string(path).with_context(cannot)?)
+        }
+        (None, Some(Hay::Noise)) => Haystack::Noise,
+        (None, _) => Haystack::Repeated,
+    };
+    let device = On::<T>::open()?;
+    if let Some(folder) = report {
+        open_folder("report", folder)?;
+    }
+    let (screen, json) = args.json.open()?;
+    let caches = caches(args);
+    let most = args.context.iter().copied().max().unwrap_or(0);
+    let request = MemoryRequest::new(caches.iter().cloned(), most);
+    let (Source { model, tokenizer, .. }, _) =
+        source::load(&args.on, Weights::Packed, request, &device)?;
+    note_policies(&caches, model.spec());
+    let plan = RetrievalPlan {
+        tasks: tasks.clone(),
+        keys: args.tasks.keys,
+        values: args.tasks.values,
+        haystack,
+        contexts: args.context.clone(),
+        depths: depth.clone(),
+        needles: *count,
+        samples: *samples,
+        seed: *seed,
+        bos: args.bos.choose(&tokenizer)?,
+    };
+    let bar = window_bar();
+    bar.set_length(plan.prompts().saturating_mul(caches.len()) as u64);
+    let found = retrieval(&device, &model, &tokenizer, &caches, plan, |_| bar.inc(1));
+    bar.finish_and_clear();
+    let found = found?;
+    // An output that cannot be written is reported after the others are written.
+    let command: Vec<String> = std::env::args().collect();
+    let written = report.as_ref().map(|folder| found.write_folder(folder, &command)).transpose();
+    let shown = show(screen, json, &found);
+    written?;
+    shown
 }
