@@ -22,7 +22,7 @@ impl LanguageModel {
     ///
     /// Returns model and configuration unchanged if the weights do not allow it. That is the case
     /// for layers of different shapes, for packed weights, for values that are not rows of a fused
-    /// projection, and for values in tiles, which the cache always transforms.
+    /// projection, and for values in formats that [need](kv_cubecl::KvFormat::needs_hadamard) it.
     #[must_use]
     pub fn fold_hadamard(self, config: ModelCacheConfig) -> (Self, ModelCacheConfig) {
         let layer = self.spec().layers.first().copied();
@@ -36,7 +36,7 @@ impl LanguageModel {
             !self.is_adapted()
                 && config.validate(spec).is_ok()
                 && config.layers(spec).any(|cache| cache.uses_hadamard_values())
-                && !config.layers(spec).any(|cache| cache.values.is_tiled())
+                && !config.layers(spec).any(|cache| cache.values.needs_hadamard())
                 && config
                     .layers(spec)
                     .all(|it| it.uses_hadamard_values() || !it.values.is_quantized())

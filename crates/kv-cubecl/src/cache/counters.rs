@@ -58,11 +58,10 @@ fn count(logical: &Logical, spec: QuantSpec, head_dim: usize) -> Counters {
         false => logical.exponents.iter().map(|&exponent| power(exponent)).collect(),
     };
     // The number that a code stands for. It is not scaled in formats without a minimum, because
-    // codes then stand for different numbers unless the scale is 0. A float's sign bit alone is -0;
-    // integers have no such code.
+    // codes then stand for different numbers unless the scale is 0.
     let stands_for = |code: u32, group: usize| match logical.min.get(group) {
         Some(min) => code as f32 * scales[group] + min.to_f32(),
-        None if code == 1 << (spec.n_bits - 1) => 0.0,
+        None if spec.is_negative_zero(code) => 0.0,
         None => code as f32,
     };
     let mut groups = vec![Group::default(); scales.len()];

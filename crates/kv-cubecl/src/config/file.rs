@@ -46,6 +46,8 @@ fields! {
     #[serde(default)]
     tile: Tile;
     #[serde(default)]
+    stagger: bool;
+    #[serde(default)]
     key_range: GroupRange;
     #[serde(default)]
     value_range: GroupRange;
@@ -67,6 +69,7 @@ impl<'de> Deserialize<'de> for KvCacheConfig {
             hadamard_keys: fields.hadamard_keys,
             sliding_window: fields.sliding_window,
             tile: fields.tile,
+            stagger: fields.stagger,
             key_range: fields.key_range,
             value_range: fields.value_range,
         })

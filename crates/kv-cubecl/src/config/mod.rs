@@ -77,6 +77,11 @@ pub struct KvCacheConfig {
     /// The tiles of the formats `vn2` to `vn4`. Has no effect on others.
     #[serde(skip_serializing_if = "is_default")]
     pub tile: Tile,
+    /// Spreads the flushes of a model's layers over the tokens of a tile:
+    /// [`in_layer`](Self::in_layer). One step then never flushes all layers. Only for tiles that
+    /// are flushed by group.
+    #[serde(skip_serializing_if = "is_false")]
+    pub stagger: bool,
     /// The range that the codes of a group of keys cover, in affine formats. Has no effect on
     /// others.
     #[serde(skip_serializing_if = "is_min_max")]
@@ -133,6 +138,7 @@ impl KvCacheConfig {
             hadamard_keys: false,
             sliding_window: None,
             tile: Tile::KVARN,
+            stagger: false,
             key_range: keys.default_range(),
             value_range: values.default_range(),
         }
@@ -150,6 +156,7 @@ impl KvCacheConfig {
     ///
     /// - Keys in one of KIVI's formats lose their Hadamard transform.
     /// - Keys that are quantized one by one are no longer flushed by group.
+    /// - Layers are no longer staggered without tiles.
     /// - A side that gets another format gets the range of that format.
     /// - Tiles shrink to 64 tokens if the sliding window has no room for more.
     /// - Group size and residual length return to their defaults, or to the largest length below
@@ -173,6 +180,7 @@ impl KvCacheConfig {
             self.flush = self.flush.with_groups(false);
         }
         let (tiled, was_tiled) = (self.has_tiles(), before.has_tiles());
+        self.stagger &= tiled && self.flush.is_by_group();
         if let Some(window) = self.sliding_window
             && tiled
             && !was_tiled
@@ -265,6 +273,23 @@ impl KvCacheConfig {
         self
     }
 
+    /// Sets whether the flushes of a model's layers are spread over the tokens of a tile.
+    pub const fn with_stagger(mut self, stagger: bool) -> Self {
+        self.stagger = stagger;
+        self
+    }
+
+    /// Returns the cache of layer `index` of a model of `n_layers`. If layers are
+    /// [staggered](Self::stagger), it keeps `index / n_layers` of a tile more tokens in float, so
+    /// that its tiles are complete at other tokens.
+    pub const fn in_layer(mut self, index: usize, n_layers: usize) -> Self {
+        if self.stagger {
+            self.residual_length += self.tile.tokens * index / n_layers;
+            self.stagger = false;
+        }
+        self
+    }
+
     /// Sets the ranges that the codes of a group of keys and of values cover.
     pub const fn with_ranges(mut self, keys: GroupRange, values: GroupRange) -> Self {
         self.key_range = keys;
@@ -309,12 +334,12 @@ impl KvCacheConfig {
 
     /// Returns whether values are stored after a Hadamard transform.
     pub const fn uses_hadamard_values(&self) -> bool {
-        self.values.is_tiled() || self.hadamard_values && self.values.is_quantized()
+        self.values.needs_hadamard() || self.hadamard_values && self.values.is_quantized()
     }
 
     /// Returns whether keys are stored after a Hadamard transform.
     pub const fn uses_hadamard_keys(&self) -> bool {
-        self.keys.is_tiled() || self.hadamard_keys && self.keys.is_quantized()
+        self.keys.needs_hadamard() || self.hadamard_keys && self.keys.is_quantized()
     }
 
     /// Returns whether a side is stored after a Hadamard transform.

@@ -27,6 +27,7 @@ impl fmt::Display for KvCacheConfig {
             for (part, is_written) in [
                 ("after", self.flush.is_after()),
                 ("gflush", self.flush.is_by_group()),
+                ("stagger", self.stagger),
                 ("hadv", self.hadamard_values),
                 ("hadk", self.hadamard_keys),
             ] {
@@ -114,6 +115,11 @@ impl KvCacheConfig {
             "gflush" | "slide" => {
                 self.flush = flush.with_groups(true);
                 return Ok("gflush");
+            }
+            "stagger" => {
+                self.stagger = true;
+                self.flush = flush.with_groups(true);
+                return Ok("stagger");
             }
             "hadv" | "hadamard_values" => {
                 self.hadamard_values = true;

@@ -46,6 +46,8 @@ impl KvCacheConfig {
         };
         let whole = match self.block_tokens() {
             0 => false,
+            1 => true,
+            block if self.flush.is_by_group() => self.residual_length >= block,
             block => self.residual_length.is_multiple_of(block),
         };
         (self.residual_length > 0 || !self.needs_residual()) && whole && !hidden
@@ -111,16 +113,18 @@ impl KvCacheConfig {
     }
 
     fn validate_tiles(&self) -> Result<()> {
-        let Self { tile, group_size, residual_length, .. } = *self;
+        let Self { tile, group_size, .. } = *self;
         // The layout reads the tile of every cache.
         tile.validate()?;
+        if self.stagger && !(self.has_tiles() && self.flush.is_by_group()) {
+            let rule = "needs keys or values in tiles that are flushed by group, as in \
+                        kvn2vvn2-gflush";
+            return Err(invalid("stagger", true, rule));
+        }
         if !self.has_tiles() {
             return Ok(());
         }
-        if !residual_length.is_multiple_of(tile.tokens) {
-            let rule = format!("tiles of {} tokens do not divide it", tile.tokens);
-            return Err(invalid("residual_length", residual_length, rule));
-        }
+        self.validate_residual("tile.tokens", tile.tokens)?;
         if self.keys.is_grouped() && !tile.tokens.is_multiple_of(group_size) {
             let rule = format!("must divide the tiles of values, {} tokens", tile.tokens);
             return Err(invalid("group_size", group_size, rule));
@@ -128,11 +132,23 @@ impl KvCacheConfig {
         Ok(())
     }
 
+    /// Checks that the residual is whole groups, or has one if they leave it one at a time.
+    fn validate_residual(&self, groups: &str, tokens: usize) -> Result<()> {
+        let length = self.residual_length;
+        let rule = match self.flush.is_by_group() {
+            true if length < tokens => format!("must be at least {groups} {tokens}"),
+            false if !length.is_multiple_of(tokens) => {
+                format!("{groups} {tokens} does not divide it")
+            }
+            _ => return Ok(()),
+        };
+        Err(invalid("residual_length", length, rule))
+    }
+
     fn validate_groups(&self, head_dim: Sides<usize>) -> Result<()> {
-        let Self { keys, values, group_size, residual_length, .. } = *self;
-        if keys.is_grouped() && !residual_length.is_multiple_of(group_size) {
-            let rule = format!("group_size {group_size} does not divide residual_length");
-            return Err(invalid("residual_length", residual_length, rule));
+        let Self { keys, values, group_size, .. } = *self;
+        if keys.is_grouped() {
+            self.validate_residual("group_size", group_size)?;
         }
         if values.is_grouped() && !head_dim.values.is_multiple_of(group_size) {
             let rule = format!("does not divide head_dim {}", head_dim.values);
@@ -167,7 +183,7 @@ impl KvCacheConfig {
                 true => continue,
             };
             let format = self.format(side);
-            if format.is_tiled() {
+            if format.needs_hadamard() {
                 let rule =
                     format!("{misfit}, which {side} as {format} need for a Hadamard transform");
                 return Err(invalid("head_dim", channels, rule));

@@ -56,7 +56,7 @@ macro_rules! dispatch {
         #[cube]
         pub(crate) fn value(code: u32, #[comptime] spec: QuantSpec) -> f32 {
             match comptime!(spec.format) {
-                $(Codec::$Format => $Format::value(code),)+
+                $(Codec::$Format => $Format::value(code, spec.n_bits),)+
             }
         }
 
@@ -156,6 +156,27 @@ pub(crate) fn element(
 pub(crate) fn restore(code: u32, scale: f32, offset: f32, #[comptime] spec: QuantSpec) -> f32 {
     let value = value(code, spec);
     if comptime!(spec.format.has_offset()) { value * scale + offset } else { value * scale }
+}
+
+/// Returns the square of a number that a group's [norm](Codec::scales_by_norm) is computed from; 0 for
+/// NaN.
+#[cube]
+pub(crate) fn square(x: f32) -> f32 {
+    select(is_nan(x), f32::new(0.0), x * x)
+}
+
+/// Returns the root mean square of a group from the sum of its squares.
+#[cube]
+pub(crate) fn root_mean_square(squares: f32, #[comptime] spec: QuantSpec) -> f32 {
+    (squares / comptime!(spec.group_size as f32)).sqrt()
+}
+
+/// Returns the parameter with which a group of this root mean square is restored from codes, given
+/// the sum of the squares of the numbers that they stand for.
+#[cube]
+pub(crate) fn parameter_of_norm(rms: f32, of_codes: f32, #[comptime] spec: QuantSpec) -> u32 {
+    let scale = rms / root_mean_square(of_codes, spec);
+    parameter(-scale, scale, spec)
 }
 
 /// Clamps `x` to the [limit](Codec::limit) of the format. NaN stays NaN, which `clamp` does not

@@ -7,7 +7,8 @@ pub(crate) use kv_device::half::{half_bits, half_value, round_half_even};
 #[cube]
 pub(crate) trait CubeCodec {
     /// Returns the parameter of a group whose extremes are `min` and `max`, each clamped by
-    /// [`limited`](super::cube::limited).
+    /// [`limited`](super::cube::limited). If the scale [follows from the
+    /// norm](super::Codec::scales_by_norm), `max` is the scale.
     ///
     /// `min > max` means that all elements are NaN; both extremes then count as 0.
     fn parameter(min: f32, max: f32, #[comptime] n_bits: u32) -> u32;
@@ -22,7 +23,7 @@ pub(crate) trait CubeCodec {
     fn encode(x: f32, scale: f32, offset: f32, #[comptime] n_bits: u32) -> u32;
 
     /// Returns the number that a code stands for, before scale and offset.
-    fn value(code: u32) -> f32;
+    fn value(code: u32, #[comptime] n_bits: u32) -> f32;
 
     /// Adds the gradient through a group's parameter to `grad`:
     /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).

@@ -23,6 +23,7 @@ mod groups;
 #[cfg(feature = "cube")]
 mod in_kernels;
 mod int8;
+mod lloyd_max;
 mod minifloat;
 mod normalized;
 mod packed;

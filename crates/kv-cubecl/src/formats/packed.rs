@@ -27,6 +27,10 @@ pub(super) struct CodecSpec {
     pub(super) limit: f32,
     /// See [`Codec::float`].
     pub(super) float: Option<Minifloat>,
+    /// See [`Codec::scales_by_norm`].
+    pub(super) scales_by_norm: bool,
+    /// Whether the codec is for numbers after the Hadamard transform.
+    pub(super) needs_hadamard: bool,
 }
 
 impl Codec {
@@ -51,6 +55,11 @@ impl Codec {
     /// clamped to it, so that restored numbers are finite.
     pub const fn limit(self) -> f32 {
         self.codec_spec().limit
+    }
+
+    /// Returns whether a group's scale follows from its norm instead of its extremes.
+    pub(crate) const fn scales_by_norm(self) -> bool {
+        self.codec_spec().scales_by_norm
     }
 
     /// Returns the float type of the codes; `None` if codes are integers.
@@ -204,17 +213,27 @@ impl QuantSpec {
         self.code_words() + 1
     }
 
-    /// Returns whether a code is at an end of the range: the lowest or highest affine code, or a
-    /// code of the largest magnitude.
+    /// Returns whether a code is at an end of the range: the lowest or highest code, or a code of
+    /// the largest magnitude.
     ///
-    /// Every group that is not constant has such a code. Further ones come from numbers that
-    /// saturate, or that are as large.
+    /// If the parameter follows from the extremes of a group, every group that is not constant has
+    /// such a code. Further ones come from numbers that saturate, or that are as large.
     pub const fn is_extreme(&self, code: u32) -> bool {
         match self.format.float() {
             Some(float) => code & (float.sign - 1) == float.first_special - 1,
-            None if self.format.has_offset() => code == 0 || code == self.max_code(),
+            None if self.format.has_offset() || self.format.scales_by_norm() => {
+                code == 0 || code == self.max_code()
+            }
             // 127 and -127 in two's complement.
             None => code == self.max_code() / 2 || code == self.max_code() / 2 + 2,
+        }
+    }
+
+    /// Returns whether a code stands for -0: the sign bit alone of a float.
+    pub(crate) const fn is_negative_zero(&self, code: u32) -> bool {
+        match self.format.float() {
+            Some(float) => code == float.sign,
+            None => false,
         }
     }
 

@@ -74,6 +74,15 @@ impl KvFormat {
         matches!(self.stored(), Some(Stored { groups: Groups::Tile, .. }))
     }
 
+    /// Returns whether tokens are quantized after a Hadamard transform, whatever the configuration
+    /// says.
+    pub const fn needs_hadamard(self) -> bool {
+        match self.stored() {
+            Some(stored) => stored.format.codec_spec().needs_hadamard,
+            None => false,
+        }
+    }
+
     /// Returns whether the codes of a group cover a range that the configuration chooses.
     pub const fn has_range(self) -> bool {
         matches!(self.stored(), Some(Stored { format: Codec::Affine | Codec::Normalized, .. }))

@@ -47,6 +47,18 @@ macro_rules! codecs {
                 )
                 ;
             }
+            /// `level * scale`, with the scale in f16: the levels of a normal distribution that codes
+            /// count.
+            lloyd_max::LloydMax {
+                LloydMax2(
+                    "tq2", 2, Groups::Token,
+                    "2-bit Lloyd-Max codes of a normal distribution with an f16 scale per token \
+and head, Hadamard-transformed (TurboQuant)"
+                )
+                LloydMax3("tq3", 3, Groups::Token, "3-bit Lloyd-Max codes, as `tq2`")
+                LloydMax4("tq4", 4, Groups::Token, "4-bit Lloyd-Max codes, as `tq2`")
+                ;
+            }
             /// `code * scale`: signed 8-bit codes from -127 to 127, with the scale in f16.
             int8::Int8 {
                 Int8(

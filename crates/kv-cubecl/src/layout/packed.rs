@@ -40,4 +40,25 @@ impl PackedLayout {
         let bit = (token * self.spec.groups(self.head_dim) + group) * bits;
         (self.parameters() + bit / 32, (bit % 32) as u32)
     }
+
+    /// Returns the parameter at this [place](Self::parameter).
+    #[cfg(feature = "flex")]
+    #[inline(always)]
+    pub(crate) fn parameter_in(&self, words: &[u32], token: usize, group: usize) -> u32 {
+        let (word, shift) = self.parameter(token, group);
+        words[word] >> shift & self.parameter_mask()
+    }
+
+    /// Writes the parameter at this [place](Self::parameter).
+    #[cfg(feature = "flex")]
+    #[inline(always)]
+    pub(crate) fn set_parameter(&self, words: &mut [u32], token: usize, group: usize, to: u32) {
+        let (word, shift) = self.parameter(token, group);
+        words[word] = words[word] & !(self.parameter_mask() << shift) | to << shift;
+    }
+
+    #[cfg(feature = "flex")]
+    fn parameter_mask(&self) -> u32 {
+        ((1u64 << self.spec.format.parameter_bits()) - 1) as u32
+    }
 }

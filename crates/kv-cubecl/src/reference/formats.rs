@@ -5,7 +5,10 @@ use std::sync::OnceLock;
 
 use half::f16;
 
-use super::quantizer::{dequantize_group, quantize_group_in};
+use super::{
+    lloyd_max,
+    quantizer::{dequantize_group, quantize_group_in},
+};
 use crate::{GroupRange, KvFormat};
 
 /// A group quantized to `value * scale`.
@@ -145,7 +148,10 @@ pub fn row_group(format: KvFormat, values: bool, head_dim: usize, group: usize) 
         | KvFormat::Int8Groups => values.then_some(group),
         // Tiles are of tokens.
         KvFormat::Normalized2 | KvFormat::Normalized3 | KvFormat::Normalized4 => None,
-        KvFormat::Int8
+        KvFormat::LloydMax2
+        | KvFormat::LloydMax3
+        | KvFormat::LloydMax4
+        | KvFormat::Int8
         | KvFormat::Int8Frames
         | KvFormat::Int8Percentile
         | KvFormat::E4m3
@@ -194,6 +200,9 @@ fn limit(scales: Scales) -> f64 {
 /// # Panics
 /// For another format.
 pub fn scaled_group(values: &[f32], format: KvFormat) -> ScaledGroup {
+    if let Some(levels) = lloyd_max::levels(format) {
+        return lloyd_max::quantize_token(values, &levels);
+    }
     let (numbers, scales) = definition(format).expect("a format without offset");
     let limit = limit(scales);
     let x: Vec<f64> = values.iter().map(|&x| f64::from(x).clamp(-limit, limit)).collect();
@@ -208,6 +217,10 @@ pub fn scaled_group(values: &[f32], format: KvFormat) -> ScaledGroup {
 
 /// `value * scale` of every element.
 pub fn restore_scaled(group: &ScaledGroup, format: KvFormat) -> Vec<f32> {
+    if let Some(levels) = lloyd_max::levels(format) {
+        let level = |&code: &u8| levels[usize::from(code)] as f32 * group.scale;
+        return group.codes.iter().map(level).collect();
+    }
     let numbers = numbers(format).expect("a format without offset");
     group.codes.iter().map(|&code| numbers.value(code) as f32 * group.scale).collect()
 }
@@ -223,6 +236,9 @@ pub fn fake_quantize_group(values: &[f32], format: KvFormat, range: GroupRange) 
 
 /// [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) of one group of a format without offset.
 pub fn scaled_group_backward(values: &[f32], grad: &[f64], format: KvFormat) -> Vec<f64> {
+    if let Some(levels) = lloyd_max::levels(format) {
+        return lloyd_max::token_backward(values, grad, &levels);
+    }
     let mut out = grad.to_vec();
     // Powers of two change with their group but in steps: nothing passes through them.
     let Some((numbers, Scales::Half)) = definition(format) else { return out };

@@ -24,6 +24,7 @@ mod attention;
 mod formats;
 mod gradient;
 mod hadamard;
+mod lloyd_max;
 mod quantizer;
 mod running;
 mod sequence;

@@ -6,6 +6,7 @@ use super::{
     attention::attend_row,
     formats::{fake_quantize_group, row_group},
     hadamard::hadamard,
+    lloyd_max,
     tensor::{fake_quantize_side, tile_options},
 };
 use crate::{
@@ -188,6 +189,7 @@ pub(super) fn to_f64(x: &[f32]) -> Vec<f64> {
 pub(super) fn uses_hadamard(config: &KvCacheConfig, side: Side) -> bool {
     match side {
         _ if tile_options(config, side, 1).is_some() => true,
+        _ if lloyd_max::levels(config.format(side)).is_some() => true,
         Side::Keys => config.hadamard_keys && config.keys != KvFormat::Float,
         Side::Values => config.hadamard_values && config.values != KvFormat::Float,
     }

@@ -61,8 +61,8 @@ impl RowFormat {
         }
         let Some(spec) = self.spec(width) else { return Ok(()) };
         let coded = self.coded_channels(width);
-        if self.codes.is_tiled() {
-            let rule = format!("{field} are stored row by row, not in tiles");
+        if self.codes.needs_hadamard() {
+            let rule = format!("{field} are stored row by row, without a Hadamard transform");
             return Err(invalid("codes", self.codes, rule));
         }
         self.codes.validate(Side::Values, coded, Self::GROUPS)?;

@@ -7,6 +7,7 @@ use crate::common::{Host, Setup, attend, stamp};
 stamp!(
     signed_codes_are_counted,
     blocks_are_counted,
+    levels_are_counted,
     groups_of_tokens_are_counted,
     decode_restores_nothing_and_what_chunks_restore_is_counted,
     a_truncated_cache_is_counted
@@ -48,6 +49,16 @@ fn signed_codes_are_counted<T: Target>(on: &On<T>) {
     let got = keys.unwrap();
     assert_eq!((got.extreme, got.groups, got.constant), (3, 5, 3), "{got:?}");
     assert_eq!((got.scale_min, got.scale_mean, got.scale_max), (1.0, 1.5, 2.0), "{got:?}");
+}
+
+/// Levels are counted from the lowest, and none is 0.
+fn levels_are_counted<T: Target>(on: &On<T>) {
+    // Transformed: half of the numbers -1.2 and half 0.75; all 1; half 1 and half -1. The highest
+    // levels of 2 bits are for numbers beyond 0.98 root mean squares.
+    let rows = [row(&[-1.8, -7.8]), row(&[8.0]), row(&[0.0, 8.0])];
+    let [keys, _] = counted(on, "ktq2v16", &rows);
+    let got = keys.unwrap();
+    assert_eq!((got.extreme, got.groups, got.constant), (32 + CHANNELS, 3, 1), "{got:?}");
 }
 
 fn blocks_are_counted<T: Target>(on: &On<T>) {

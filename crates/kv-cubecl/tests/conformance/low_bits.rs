@@ -1,5 +1,6 @@
-//! Ranges that clip, and variance-normalized tiles. Codes of tiles follow from logarithms and
-//! exponentials in f32, so a few of them may be on the other side of a rounding edge.
+//! Ranges that clip, variance-normalized tiles, and Lloyd-Max codes. Codes of tiles follow from
+//! logarithms and exponentials in f32, so a few of them may be on the other side of a rounding
+//! edge.
 
 use kv_cubecl::{
     Granularity, GroupRange, KvCacheConfig, KvFormat, Logical, On, Side, SteGradient, Target,
@@ -11,7 +12,7 @@ use crate::common::{File, Host, Rng, close, equal_bits, sampled, stamp, wide};
 mod caches;
 mod configurations;
 
-stamp!(golden_files, odd_tiles, random_ranges);
+stamp!(golden_files, golden_tokens, odd_tiles, odd_tokens, random_ranges);
 
 /// The folder of the golden files, whose codes other software computed in f64.
 const FOLDER: &str = "formats2";
@@ -154,6 +155,75 @@ fn golden_files<T: Target>(on: &On<T>) {
                 &Host::of(fake).data,
                 &Host::of(packed.dequantize()).data,
             );
+        }
+    }
+}
+
+/// The formats of whole tokens whose codes are of a normal distribution.
+const LLOYD_MAX: [KvFormat; 3] = [KvFormat::LloydMax2, KvFormat::LloydMax3, KvFormat::LloydMax4];
+
+/// Tokens in Lloyd-Max codes. The files have the norm of each token, not the scale with which its
+/// codes get that norm.
+fn golden_tokens<T: Target>(on: &On<T>) {
+    for file in File::all(FOLDER) {
+        let input = file.input();
+        for format in sampled::<T, _>(LLOYD_MAX) {
+            for side in Side::BOTH {
+                let what = format!("{} {format} {side}", file.name);
+                let config = KvCacheConfig::new(format, format);
+                let rows = hadamard(input.on(on)).unwrap();
+                let packed = quantize_side(rows.clone(), side, &config).unwrap();
+                let got = codes(&packed.to_logical(), packed.spec(), input.shape);
+                check_codes(&what, &got, &codes_in(&file, &format.to_string()), true);
+                let restored = Host::of(hadamard(packed.dequantize()).unwrap());
+                // Scales are rounded to f16 here, and norms in the files.
+                let expected = wide(&file.f32s(&format!("{format}_nc_dequant")));
+                let tokens = restored.data.chunks(input.shape[3]);
+                for (row, expected) in tokens.zip(expected.chunks(input.shape[3])) {
+                    let largest = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                    for (&x, &expected) in row.iter().zip(expected) {
+                        let error = (f64::from(x) - expected).abs();
+                        assert!(error <= 1.5e-3 * largest, "{what}: {x}, not {expected}");
+                    }
+                }
+                let fake = fake_quantize_side(rows, side, &config, SteGradient::Identity).unwrap();
+                equal_bits(
+                    format!("{what}: fake"),
+                    &Host::of(fake).data,
+                    &Host::of(packed.dequantize()).data,
+                );
+            }
+        }
+    }
+}
+
+/// Zeros, constants, tiny and huge numbers, infinities and NaN in tokens: the oracle's codes and
+/// scales.
+fn odd_tokens<T: Target>(on: &On<T>) {
+    let mut rng = Rng::new(94);
+    let mut host = Host::normal(&mut rng, [1, 2, 33, 64]);
+    let mut rows = host.data.chunks_mut(64);
+    let mut row = || rows.next().unwrap();
+    row().fill(0.0);
+    row().fill(-3.25);
+    row().iter_mut().for_each(|x| *x *= 1e-5);
+    row().iter_mut().for_each(|x| *x *= 1e9);
+    row()[7] = f32::NAN;
+    row().fill(f32::NAN);
+    row()[3] = f32::INFINITY;
+    row()[60] = f32::NEG_INFINITY;
+    for format in sampled::<T, _>(LLOYD_MAX) {
+        let config = KvCacheConfig::new(format, format);
+        for side in Side::BOTH {
+            let packed = quantize_side(host.on(on), side, &config).unwrap();
+            let expected = reference::quantize_side(&host.data, host.shape, side, &config);
+            let (got, spec) = (packed.to_logical(), packed.spec());
+            let what = format!("{format} {side}");
+            let [got_codes, codes] = [&got, &expected].map(|all| codes(all, spec, host.shape));
+            check_codes(&what, &got_codes, &codes, true);
+            check_halves(&what, &got.scale, &expected.scale, 1);
+            let restored = Host::of(packed.dequantize());
+            assert!(restored.data.iter().all(|x| x.is_finite()), "{what}");
         }
     }
 }

@@ -300,6 +300,7 @@ fn cache_of(fields: &mut Map<String, Value>) -> Result<KvCacheConfig, WrongField
         .with_hadamard_keys(optional(fields, "hadamard_keys")?.unwrap_or_default())
         .with_sliding_window(optional(fields, "sliding_window")?)
         .with_tile(optional(fields, "tile")?.unwrap_or_default())
+        .with_stagger(optional(fields, "stagger")?.unwrap_or_default())
         .with_ranges(
             optional(fields, "key_range")?.unwrap_or_default(),
             optional(fields, "value_range")?.unwrap_or_default(),

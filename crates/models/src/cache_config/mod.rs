@@ -187,7 +187,7 @@ impl ModelCacheConfig {
     fn own(&self, index: usize, n_layers: usize) -> KvCacheConfig {
         let rules = self.rules.iter().filter(|rule| rule.layers.contains(index, n_layers));
         let cache = rules.fold(KvCacheConfig::float(), |cache, rule| rule.stores.after(cache));
-        cache.with_capacity(self.capacity)
+        cache.with_capacity(self.capacity).in_layer(index, n_layers)
     }
 
     /// Returns the cache of layer `index` of `model`. The sliding window is the layer's own, or

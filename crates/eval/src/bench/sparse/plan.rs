@@ -54,7 +54,7 @@ impl FromStr for RowCodes {
             return Ok(Self::Float(float));
         }
         let codes = KvFormat::named(name.strip_prefix('k').unwrap_or(name));
-        match codes.filter(|codes| codes.is_quantized() && !codes.is_tiled()) {
+        match codes.filter(|codes| codes.is_quantized() && !codes.needs_hadamard()) {
             Some(codes) => Ok(Self::Codes(codes)),
             None => Err(format!("must be f32, f16, bf16 or one of {}", Self::code_names())),
         }
@@ -63,7 +63,8 @@ impl FromStr for RowCodes {
 
 impl RowCodes {
     fn code_names() -> String {
-        let codes = KvFormat::ALL.iter().filter(|codes| codes.is_quantized() && !codes.is_tiled());
+        let codes =
+            KvFormat::ALL.iter().filter(|codes| codes.is_quantized() && !codes.needs_hadamard());
         codes.map(|&codes| Self::Codes(codes).to_string()).collect::<Vec<_>>().join(", ")
     }
 

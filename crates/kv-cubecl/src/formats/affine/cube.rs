@@ -35,7 +35,7 @@ impl CubeCodec for Affine {
         code
     }
 
-    fn value(code: u32) -> f32 {
+    fn value(code: u32, #[comptime] _n_bits: u32) -> f32 {
         f32::cast_from(code)
     }
 

@@ -12,6 +12,12 @@ use super::packed::CodecSpec;
 pub(crate) struct Affine;
 
 impl Affine {
-    pub(super) const SPEC: CodecSpec =
-        CodecSpec { parameter_bits: 32, largest: None, limit: 65504.0, float: None };
+    pub(super) const SPEC: CodecSpec = CodecSpec {
+        parameter_bits: 32,
+        largest: None,
+        limit: 65504.0,
+        float: None,
+        scales_by_norm: false,
+        needs_hadamard: false,
+    };
 }

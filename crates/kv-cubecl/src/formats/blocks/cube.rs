@@ -53,7 +53,7 @@ macro_rules! in_kernels {
                 code
             }
 
-            fn value(code: u32) -> f32 {
+            fn value(code: u32, #[comptime] _n_bits: u32) -> f32 {
                 minifloat::value(code, comptime!(Rule::$RULE.float))
             }
 

@@ -49,7 +49,14 @@ const E2M1_MOST: u32 = E2M1.largest.to_bits() & MANTISSA;
 const LIMIT: f32 = f32::from_bits(0x7f00_0000);
 
 const fn spec(float: Minifloat) -> CodecSpec {
-    CodecSpec { parameter_bits: 8, largest: Some(float.largest), limit: LIMIT, float: Some(float) }
+    CodecSpec {
+        parameter_bits: 8,
+        largest: Some(float.largest),
+        limit: LIMIT,
+        float: Some(float),
+        scales_by_norm: false,
+        needs_hadamard: false,
+    }
 }
 
 /// The codec of DeepSeek's blocks of E4M3 floats.

@@ -26,6 +26,8 @@ const fn spec(float: Minifloat) -> CodecSpec {
         largest: Some(float.largest),
         limit: f32::MAX,
         float: Some(float),
+        scales_by_norm: false,
+        needs_hadamard: false,
     }
 }
 

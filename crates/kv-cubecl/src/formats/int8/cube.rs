@@ -35,7 +35,7 @@ impl CubeCodec for Int8 {
         code
     }
 
-    fn value(code: u32) -> f32 {
+    fn value(code: u32, #[comptime] _n_bits: u32) -> f32 {
         f32::cast_from(code ^ 128u32) - 128.0f32
     }
 

@@ -20,6 +20,12 @@ const LARGEST: f32 = 127.0;
 pub(crate) struct Int8;
 
 impl Int8 {
-    pub(super) const SPEC: CodecSpec =
-        CodecSpec { parameter_bits: 16, largest: Some(LARGEST), limit: f32::MAX, float: None };
+    pub(super) const SPEC: CodecSpec = CodecSpec {
+        parameter_bits: 16,
+        largest: Some(LARGEST),
+        limit: f32::MAX,
+        float: None,
+        scales_by_norm: false,
+        needs_hadamard: false,
+    };
 }

@@ -24,8 +24,8 @@ impl CubeCodec for Normalized {
         Affine::encode(x, scale, offset, n_bits)
     }
 
-    fn value(code: u32) -> f32 {
-        Affine::value(code)
+    fn value(code: u32, #[comptime] n_bits: u32) -> f32 {
+        Affine::value(code, n_bits)
     }
 
     fn add_scale_gradient(

@@ -24,8 +24,14 @@ use super::packed::CodecSpec;
 pub(crate) struct Normalized;
 
 impl Normalized {
-    pub(super) const SPEC: CodecSpec =
-        CodecSpec { parameter_bits: 32, largest: None, limit: 65504.0, float: None };
+    pub(super) const SPEC: CodecSpec = CodecSpec {
+        parameter_bits: 32,
+        largest: None,
+        limit: 65504.0,
+        float: None,
+        scales_by_norm: false,
+        needs_hadamard: true,
+    };
 }
 
 /// The bounds of standard deviations before their logarithm is taken.

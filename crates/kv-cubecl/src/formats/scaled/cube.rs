@@ -55,7 +55,7 @@ pub(crate) fn add_gradient<F: ScaledInKernels>(
             let x = data[at];
             // A NaN has no rounding error.
             if !is_nan(x) {
-                let value = F::value(F::encode(x, scale, f32::new(0.0), n_bits));
+                let value = F::value(F::encode(x, scale, f32::new(0.0), n_bits), n_bits);
                 let limit = F::half_step(value);
                 sum += grad[at] * clamp(value - x / scale, -limit, limit);
             }

@@ -8,7 +8,7 @@ use crate::{
         Granularity,
         cube::{
             encode, greater, high_shift, high_word, lesser, low_bits, low_word, offset, parameter,
-            scale,
+            parameter_of_norm, root_mean_square, scale, square, value,
         },
     },
     kernels::layout::{SideArgs, packed_slot, parameter_address},
@@ -113,13 +113,22 @@ fn quantize_run<R: Float, C: Float>(
     let codes_per_word = comptime!(spec.codes_per_word());
     let mut min = f32::new(comptime!(spec.format.limit()));
     let mut max = f32::new(comptime!(-spec.format.limit()));
+    let mut squares = f32::new(0.0);
     for nth in 0..comptime!(spec.group_size) {
         let x = read::<R, C>(floats, chunk, &element_of(run, nth, bp), lengths, side, bp);
-        min = lesser(min, x);
-        max = greater(max, x);
+        if comptime!(spec.format.scales_by_norm()) {
+            squares += square(x);
+        } else {
+            min = lesser(min, x);
+            max = greater(max, x);
+        }
     }
-    let param = parameter(min, max, spec);
-    let (scale, offset) = (scale(param, spec), offset(param, spec));
+    let mut param = parameter(min, max, spec);
+    let (mut scale, offset) = (scale(param, spec), offset(param, spec));
+    if comptime!(spec.format.scales_by_norm()) {
+        scale = root_mean_square(squares, spec);
+    }
+    let mut of_codes = f32::new(0.0);
     let mut high = 0u32;
     for at in 0..comptime!(spec.group_size / spec.codes_per_word()) {
         let mut low = 0u32;
@@ -127,6 +136,9 @@ fn quantize_run<R: Float, C: Float>(
             let element = element_of(run, at * codes_per_word + i, bp);
             let x = read::<R, C>(floats, chunk, &element, lengths, side, bp);
             let code = encode(x, scale, offset, spec);
+            if comptime!(spec.format.scales_by_norm()) {
+                of_codes += square(value(code, spec));
+            }
             low |= low_bits(code, spec) << (i as u32 * comptime!(spec.low_bits()));
             if comptime!(spec.splits_codes()) {
                 high |= (code >> 2u32) << (high_shift(at) + i as u32);
@@ -140,6 +152,9 @@ fn quantize_run<R: Float, C: Float>(
                 high = 0u32;
             }
         }
+    }
+    if comptime!(spec.format.scales_by_norm()) {
+        param = parameter_of_norm(scale, of_codes, spec);
     }
     param
 }

@@ -5,7 +5,8 @@ use crate::{
         Granularity, QuantSpec,
         cube::{
             add_scale_gradient, code_in, encode, greater, high_bits, lesser, limited, low_word,
-            offset, parameter, restore, saturate, scale,
+            offset, parameter, parameter_of_norm, restore, root_mean_square, saturate, scale,
+            square, value,
         },
     },
     kernels::{
@@ -178,16 +179,35 @@ fn fake_quantize_group(data: &mut [f32], base: usize, stride: usize, #[comptime]
     let group_size = comptime!(spec.group_size);
     let mut min = f32::new(comptime!(spec.format.limit()));
     let mut max = f32::new(comptime!(-spec.format.limit()));
+    let mut squares = f32::new(0.0);
     for i in 0..group_size {
         let x = limited(data[base + i * stride], spec);
-        min = lesser(min, x);
-        max = greater(max, x);
+        if comptime!(spec.format.scales_by_norm()) {
+            squares += square(x);
+        } else {
+            min = lesser(min, x);
+            max = greater(max, x);
+        }
     }
-    let param = parameter(min, max, spec);
-    let (scale, offset) = (scale(param, spec), offset(param, spec));
-    for i in 0..group_size {
-        let code = encode(data[base + i * stride], scale, offset, spec);
-        data[base + i * stride] = restore(code, scale, offset, spec);
+    if comptime!(spec.format.scales_by_norm()) {
+        let rms = root_mean_square(squares, spec);
+        let mut of_codes = f32::new(0.0);
+        for i in 0..group_size {
+            let code = encode(data[base + i * stride], rms, f32::new(0.0), spec);
+            data[base + i * stride] = value(code, spec);
+            of_codes += square(value(code, spec));
+        }
+        let scale = scale(parameter_of_norm(rms, of_codes, spec), spec);
+        for i in 0..group_size {
+            data[base + i * stride] *= scale;
+        }
+    } else {
+        let param = parameter(min, max, spec);
+        let (scale, offset) = (scale(param, spec), offset(param, spec));
+        for i in 0..group_size {
+            let code = encode(data[base + i * stride], scale, offset, spec);
+            data[base + i * stride] = restore(code, scale, offset, spec);
+        }
     }
 }
 

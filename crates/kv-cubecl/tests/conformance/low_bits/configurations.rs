@@ -16,6 +16,7 @@ fn names_and_files() {
         ("k2vvn2-kclip", "k2vvn2-kclip"),
         ("k2v2-clip", "k2v2-clip"),
         ("k2v2-kc195-vclip", "k2v2-kc195-vclip"),
+        ("kvn2vvn2-s4-stagger", "kvn2vvn2-s4-gflush-stagger"),
     ] {
         let config = named(name);
         assert_eq!(config.to_string(), canonical, "{name}");
@@ -51,18 +52,23 @@ fn tiles_and_ranges_that_do_not_fit() {
     for (name, head_dim, expected) in [
         ("kvn2vvn2-t32", 64, "tile.tokens 32: must be 64 or 128"),
         ("kvn2vvn2-i99", 64, "tile.iterations 99: must be at most 32"),
-        ("kvn2vvn2-r64", 64, "residual_length 64: tiles of 128 tokens do not divide it"),
+        ("kvn2vvn2-r64", 64, "residual_length 64: tile.tokens 128 does not divide it"),
         ("kvn2vvn2", 96, "head_dim 96: is not a power of two, which values as vn2 need"),
         ("k16vvn4", 512, "head_dim 512: is above 256, which values as vn4 need"),
         ("kvn3vvn3", 16, "head_dim 16: must be a multiple of 32: the codes in a word of keys"),
+        ("kvn2vvn2-r127-gflush", 64, "residual_length 127: must be at least tile.tokens 128"),
+        ("k2v2-stagger", 64, "stagger true: needs keys or values in tiles"),
         ("k4vvn2-g48-r384", 64, "group_size 48: must divide the tiles of values, 128 tokens"),
     ] {
         let error = named(name).validate(head_dim).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{name}: {error}");
     }
-    for (name, head_dim) in
-        [("kvn2vvn2", 64), ("kvn4v16-t64-r192-gflush", 256), ("k2vvn3-g16-t64-r64-clip", 32)]
-    {
+    for (name, head_dim) in [
+        ("kvn2vvn2", 64),
+        ("kvn2vvn2-r150-stagger", 64),
+        ("kvn4v16-t64-r192-gflush", 256),
+        ("k2vvn3-g16-t64-r64-clip", 32),
+    ] {
         assert_eq!(named(name).validate(head_dim), Ok(()), "{name}");
     }
 }

@@ -111,15 +111,12 @@ fn quantize_tokens<S: Simd, F: Scaled>(
     place: &PackedLayout,
 ) {
     let PackedLayout { spec, head_dim, .. } = *place;
-    let bits = spec.format.parameter_bits();
-    let mask = ((1u64 << bits) - 1) as u32;
     let code_words = spec.code_words();
     for (i, row) in rows.chunks_exact(head_dim).enumerate() {
         let token = first + i;
         for (group, x) in row.chunks_exact(spec.group_size).enumerate() {
             let parameter = F::parameter(largest::<F>(x));
-            let (word, shift) = place.parameter(token, group);
-            words[word] = words[word] & !(mask << shift) | parameter << shift;
+            place.set_parameter(words, token, group, parameter);
             let scale = F::scale(parameter);
             let codes = &mut words[place.codes(token) + group * code_words..][..code_words];
             let codes: &mut [u8] = bytemuck::cast_slice_mut(codes);
@@ -224,7 +221,7 @@ fn restore_tokens<S: Simd, F: Scaled>(
         let token = first + i;
         simd::prefetch(words, place.codes(token + AHEAD), head_dim / spec.codes_per_word());
         for (group, x) in row.chunks_exact_mut(spec.group_size).enumerate() {
-            let scale = F::scale(parameter(words, token, group, place));
+            let scale = F::scale(place.parameter_in(words, token, group));
             let codes = &words[place.codes(token) + group * code_words..][..code_words];
             let codes: &[u8] = bytemuck::cast_slice(codes);
             if spec.n_bits == 8 {
@@ -238,14 +235,6 @@ fn restore_tokens<S: Simd, F: Scaled>(
             }
         }
     }
-}
-
-/// Returns the parameter of a group of a token.
-#[inline(always)]
-fn parameter(words: &[u32], token: usize, group: usize, place: &PackedLayout) -> u32 {
-    let mask = ((1u64 << place.spec.format.parameter_bits()) - 1) as u32;
-    let (word, shift) = place.parameter(token, group);
-    words[word] >> shift & mask
 }
 
 /// Computes [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) for one group, whose elements
