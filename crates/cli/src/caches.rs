@@ -8,7 +8,8 @@ use kv_models::ModelCacheConfig;
 pub fn cache_help(lead: &str) -> String {
     format!(
         "{lead}: a short name kKvV, where K and V are {}, then any of -gN, -rN, -sN, -wN, -after, \
-         -gflush, -hadv, -hadk, -f16 and -bf16; or a policy: {}, or a file of .json or .toml",
+         -gflush, -stagger, -hadv, -hadk, -cN, -clip, -tN, -iN, -f16 and -bf16; or a \
+         policy: {}, or a file of .json or .toml",
         KvFormat::names(),
         ModelCacheConfig::PRESETS.join(", ")
     )

@@ -21,5 +21,5 @@ pub use output::{OutFile, Screen, note, notes, open_folder, uninterrupted};
 pub use overwrite::NamedFiles;
 pub use progress::{load_bar, token_bar, window_bar};
 pub use signals::{INTERRUPTED, exit_interrupted, exit_on_interrupt, on_interrupt};
-pub use start::{error_line, once, start};
+pub use start::{command_line, error_line, once, start};
 pub use threads::ThreadArgs;

@@ -36,6 +36,12 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
+/// Returns the program's name and its arguments, for reports. Bytes that are not UTF-8 become
+/// U+FFFD.
+pub fn command_line() -> Vec<String> {
+    std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect()
+}
+
 /// Puts a usage error on one line: the first paragraph of clap's message, then its
 /// tips.
 fn usage_line(error: &clap::Error) -> String {

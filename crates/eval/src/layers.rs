@@ -260,7 +260,7 @@ fn side(original: Tensor<4>, stored: Tensor<4>, packed: &Packed, name: &str) -> 
             }
         };
         let scale = scales[group];
-        let inside = match packed.spec().format.largest() {
+        let inside = match packed.spec().largest() {
             Some(largest) => x.abs() / scale <= largest,
             None => (0.0..=n).contains(&((saturated(x) - logical.min[group].to_f32()) / scale)),
         };

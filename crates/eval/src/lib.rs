@@ -30,7 +30,7 @@ pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{Report, Versions, device_name};
 pub use retrieval::{
-    Haystack, Retrieval, RetrievalPlan, RetrievalRow, RetrievalTask, Spelling, retrieval,
+    Haystack, NeedleType, Retrieval, RetrievalPlan, RetrievalRow, RetrievalTask, retrieval,
 };
 pub use run::{LayerError, PositionKl, PositionNll, Run};
 pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};

@@ -15,7 +15,7 @@ use crate::{
     plan::Span,
     score::{
         Divergence, bootstrap_interval, divergence, mean_and_block_stderr, mean_and_stderr,
-        negative_log_likelihood, quantile,
+        negative_log_likelihood, quantiles,
     },
 };
 
@@ -247,6 +247,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
     let (nll_excess, nll_excess_stderr) = mean_and_block_stderr(&excess);
     let kl: Vec<f32> = tally.divergence.iter().map(|row| row.kl).collect();
     let (kl_mean, _) = mean_and_stderr(&kl);
+    let [kl_median, kl_p99, kl_p999] = quantiles(&kl, [500, 990, 999]);
     let same_top = tally.divergence.iter().filter(|row| row.same_top).count();
     let bytes = |config: &ModelCacheConfig| -> Result<usize> {
         let bytes = |(i, layer): (usize, &LayerSpec)| {
@@ -277,9 +278,9 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         bits_per_byte: None,
         kl_mean,
         kl_interval: bootstrap_interval(&by_window(plan, &kl)),
-        kl_median: quantile(&kl, 500),
-        kl_p99: quantile(&kl, 990),
-        kl_p999: quantile(&kl, 999),
+        kl_median,
+        kl_p99,
+        kl_p999,
         same_top: same_top as f64 / tally.nll.len() as f64,
         tokens: tally.nll.len(),
         seconds: tally.seconds,
@@ -318,13 +319,16 @@ fn kl_by_position(plan: &Plan, kl: &[f32]) -> Vec<PositionKl> {
     for (position, &kl) in positions(plan).zip(kl) {
         parts[position / width].push(kl);
     }
-    let part = |(i, kl): (usize, Vec<f32>)| PositionKl {
-        start: (i * width).max(1),
-        end: ((i + 1) * width).min(plan.window()),
-        median: quantile(&kl, 500),
-        p99: quantile(&kl, 990),
-        p999: quantile(&kl, 999),
-        tokens: kl.len(),
+    let part = |(i, kl): (usize, Vec<f32>)| {
+        let ([median, p99, p999], tokens) = (quantiles(&kl, [500, 990, 999]), kl.len());
+        PositionKl {
+            start: (i * width).max(1),
+            end: ((i + 1) * width).min(plan.window()),
+            median,
+            p99: (tokens >= 100).then_some(p99),
+            p999: (tokens >= 1000).then_some(p999),
+            tokens,
+        }
     };
     parts.into_iter().enumerate().map(part).filter(|part| part.tokens > 0).collect()
 }

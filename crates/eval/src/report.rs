@@ -34,6 +34,19 @@ impl Versions {
         Self { kv_eval: env!("CARGO_PKG_VERSION"), burn: "0.22.1", cubecl: "0.11.3" };
 }
 
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kv_eval, burn, cubecl } = self;
+        write!(f, "kv-eval {kv_eval}, burn {burn}, cubecl {cubecl}")
+    }
+}
+
+/// Creates the folder of a report if it is missing.
+pub(crate) fn create_folder(folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder)
+        .map_err(|source| kv_report::Error::Write { path: folder.into(), source }.into())
+}
+
 /// The results of an evaluation, and the settings to repeat it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
@@ -191,18 +204,17 @@ impl Report {
         }
     }
 
-    /// Draws the divergence that 99% of tokens do not exceed, by position, one line per quantized
-    /// run.
+    /// Draws the 99th percentile of the divergence by position, one line per quantized run.
     pub fn divergence_chart(&self) -> Chart {
         let curve = |run: &Run| {
-            let middle = |at: &PositionKl| (at.start + at.end - 1) as f64 / 2.0;
-            run.position_kl.iter().map(|at| (middle(at), at.p99)).collect()
+            run.position_kl.iter().filter_map(|at| Some((at.middle(), at.p99?))).collect()
         };
         let mut series = self.series(self.runs.iter().filter(|run| !run.is_float()), curve);
+        series.retain(|series| !series.points.is_empty());
         series.iter_mut().for_each(|series| series.style = Style::LinePoints);
         Chart {
             title: "Divergence from the float cache, by position".to_string(),
-            y_label: "99% of tokens are at most, nats".to_string(),
+            y_label: "99th percentile, nats".to_string(),
             series,
             ..self.positions()
         }
@@ -243,22 +255,22 @@ impl Report {
 
     /// Writes `report.html`, and each of its charts as `NAME.svg` and `NAME.png`, into `folder`,
     /// which is created if missing. The charts are `quality` and `position`, with quantized caches
-    /// also `excess` and `divergence`, and `layers` if it was measured. Returns the paths, the page first.
+    /// also `excess` and `divergence`, and `layers` if it was measured. Returns the paths, the page
+    /// first.
     ///
     /// # Errors
     /// A folder or file that cannot be written, and no runs to draw.
     pub fn write_folder(&self, folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         let folder = folder.as_ref();
-        fs::create_dir_all(folder)
-            .map_err(|source| kv_report::Error::Write { path: folder.into(), source })?;
+        create_folder(folder)?;
         let page = folder.join("report.html");
         let html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")));
         let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;
-        let Versions { kv_eval, burn, cubecl } = self.versions;
         html.heading("Settings")
             .pre(&format!(
-                "{}\n\nkv-eval {kv_eval}, burn {burn}, cubecl {cubecl}\nbackend {}, device {}{}",
+                "{}\n\n{}\nbackend {}, device {}{}",
                 self.command.join(" "),
+                self.versions,
                 self.backend,
                 self.device,
                 self.notes.iter().map(|note| format!("\nnote: {note}")).collect::<String>()
@@ -296,8 +308,9 @@ impl Report {
             html = html.chart(&chart)?;
         }
         for run in self.runs.iter().filter(|run| !run.is_float()) {
+            let heading = format!("Divergence by position: {}", self.name(run));
             html = html
-                .heading(&format!("Divergence by position: {}", self.name(run)))
+                .heading(&heading)
                 .paragraph(&divergence(run))
                 .table(&position_table(&run.position_kl));
         }
@@ -390,26 +403,27 @@ fn mib(bytes: usize) -> f64 {
 /// Describes the divergence of all tokens.
 fn divergence(run: &Run) -> String {
     let interval = match run.kl_interval {
-        Some([low, high]) => format!(" ({low:.6} to {high:.6}, bootstrap over windows, 95%)"),
+        Some([low, high]) => format!(" (95% confidence interval {low:.6} to {high:.6})"),
         None => String::new(),
     };
     let Run { kl_mean, kl_median, kl_p99, kl_p999, .. } = run;
     format!(
-        "Mean {kl_mean:.6} nats{interval}, median {kl_median:.6}, 99% {kl_p99:.4}, 99.9% \
-         {kl_p999:.4}"
+        "Mean {kl_mean:.6} nats{interval}, median {kl_median:.6}, p99 {kl_p99:.4}, p99.9 \
+         {kl_p999:.4}."
     )
 }
 
 fn position_table(positions: &[PositionKl]) -> Table {
-    let mut table = Table::new(["from", "to", "tokens", "median", "99%", "99.9%"]);
+    let mut table = Table::new(["from", "to", "tokens", "median", "p99", "p99.9"]);
+    let known = |kl: Option<f64>| kl.map_or(String::new(), |kl| format!("{kl:.4}"));
     for at in positions {
         table.push([
             at.start.to_string(),
             (at.end - 1).to_string(),
             at.tokens.to_string(),
             format!("{:.6}", at.median),
-            format!("{:.4}", at.p99),
-            format!("{:.4}", at.p999),
+            known(at.p99),
+            known(at.p999),
         ]);
     }
     table

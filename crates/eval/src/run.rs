@@ -34,12 +34,18 @@ pub struct PositionKl {
     pub end: usize,
     /// The divergence that half of the tokens do not exceed.
     pub median: f64,
-    /// The divergence that 99% of the tokens do not exceed.
-    pub p99: f64,
-    /// The divergence that 99.9% of the tokens do not exceed.
-    pub p999: f64,
+    /// The divergence that 99% of the tokens do not exceed; `None` for fewer than 100 tokens.
+    pub p99: Option<f64>,
+    /// The divergence that 99.9% of the tokens do not exceed; `None` for fewer than 1000 tokens.
+    pub p999: Option<f64>,
     /// Number of tokens in all windows.
     pub tokens: usize,
+}
+
+impl PositionKl {
+    pub(crate) fn middle(&self) -> f64 {
+        (self.start + self.end - 1) as f64 / 2.0
+    }
 }
 
 /// The results of one cache over the whole text.
@@ -71,8 +77,8 @@ pub struct Run {
     pub bits_per_byte: Option<f64>,
     /// Mean divergence of the next-token distribution from the float run's, nats.
     pub kl_mean: f64,
-    /// The range of `kl_mean` with a probability of 95%, by a bootstrap over eval windows; `None`
-    /// for a single window.
+    /// The 95% confidence interval of `kl_mean`, by a bootstrap over eval windows; `None` for fewer
+    /// than ten windows.
     pub kl_interval: Option<[f64; 2]>,
     /// The divergence that half of the tokens do not exceed, nats.
     pub kl_median: f64,

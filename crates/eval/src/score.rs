@@ -76,14 +76,15 @@ pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
     (mean, (squares * blocks / (blocks - 1.0)).sqrt() / n as f64)
 }
 
-/// Returns the range in which the mean of all samples lies with a probability of 95%, given sum and
-/// number of the samples of each sequence; `None` for one sequence.
+/// Returns the 95% confidence interval of the mean of all samples, given the sum and the number of
+/// the samples of each sequence; `None` for fewer than ten sequences, for which it would be far too
+/// narrow.
 ///
-/// The sequences are drawn with replacement, and the range is that of the means of the middle 95%
-/// of all draws (Efron, 1979). Samples of one sequence may depend on each other.
+/// The sequences are drawn with replacement, and the interval is that of the means of the middle
+/// 95% of all draws (Efron, 1979). Samples of one sequence may depend on each other.
 pub(crate) fn bootstrap_interval(sequences: &[(f64, usize)]) -> Option<[f64; 2]> {
     const DRAWS: usize = 2000;
-    if sequences.len() < 2 {
+    if sequences.len() < 10 {
         return None;
     }
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(0);
@@ -101,12 +102,14 @@ pub(crate) fn bootstrap_interval(sequences: &[(f64, usize)]) -> Option<[f64; 2]>
     Some([means[DRAWS / 40], means[DRAWS - 1 - DRAWS / 40]])
 }
 
-/// Returns the smallest sample that at least `per_mille` thousandths of the samples do not exceed.
-pub(crate) fn quantile(samples: &[f32], per_mille: usize) -> f64 {
+/// Returns the smallest samples that at least these thousandths of the samples do not exceed.
+pub(crate) fn quantiles<const N: usize>(samples: &[f32], per_mille: [usize; N]) -> [f64; N] {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f32::total_cmp);
-    let rank = (per_mille * sorted.len()).div_ceil(1000);
-    sorted.get(rank.saturating_sub(1)).copied().map_or(0.0, f64::from)
+    per_mille.map(|per_mille| {
+        let rank = (per_mille * sorted.len()).div_ceil(1000);
+        sorted.get(rank.saturating_sub(1)).copied().map_or(0.0, f64::from)
+    })
 }
 
 #[cfg(test)]
@@ -120,15 +123,14 @@ mod tests {
         // Sample variance 5/3, over 4 samples.
         assert!((stderr - (5.0f64 / 3.0 / 4.0).sqrt()).abs() < 1e-12);
         let samples: Vec<f32> = (1..=1000).map(|x| x as f32).collect();
-        assert_eq!(quantile(&samples, 999), 999.0);
-        assert_eq!(quantile(&samples, 1000), 1000.0);
-        assert_eq!(quantile(&[7.0], 999), 7.0);
+        assert_eq!(quantiles(&samples, [500, 999, 1000]), [500.0, 999.0, 1000.0]);
+        assert_eq!(quantiles(&[7.0], [999]), [7.0]);
     }
 
     #[test]
     fn bootstraps_of_known_sequences() {
-        assert_eq!(bootstrap_interval(&[(3.0, 4)]), None);
-        assert_eq!(bootstrap_interval(&[(2.0, 4), (1.0, 2)]), Some([0.5, 0.5]), "equal means");
+        assert_eq!(bootstrap_interval(&[(2.0, 4); 9]), None);
+        assert_eq!(bootstrap_interval(&[(2.0, 4); 10]), Some([0.5, 0.5]), "equal means");
         // Means of 100 draws of 0 or 1 are binomial: 0.5 with a standard deviation of 0.05.
         let even: Vec<(f64, usize)> = (0..100).map(|i| (f64::from(i % 2) * 7.0, 7)).collect();
         let [low, high] = bootstrap_interval(&even).unwrap();

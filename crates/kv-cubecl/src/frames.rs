@@ -104,6 +104,9 @@ impl FrameConfig {
             let rule = "frames are quantized when they are written: must be before";
             return Err(invalid("flush", "after", rule));
         }
+        if format.stagger {
+            return Err(invalid("stagger", true, "is for tiles, which frames do not have"));
+        }
         for side in Side::BOTH {
             let stored = format.format(side);
             if stored.is_tiled() {

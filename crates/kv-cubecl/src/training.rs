@@ -25,6 +25,9 @@ pub enum SteGradient {
     /// the minimum: a shift of the whole group moves `min` and `x` alike. Of equal extremes the
     /// first is taken; a group of scale 0 passes `g` unchanged. `e_j` is limited to ±1/2, which it
     /// exceeds only where f16 is too coarse for `min` or `scale`.
+    ///
+    /// In formats whose scale follows from the norm (`tq2` to `tq4`), with the restored numbers
+    /// `y`: `dL/dx_i = g_i + x_i * sum_j g_j (y_j - x_j) / sum_j x_j^2`.
     ScaleMin,
 }
 

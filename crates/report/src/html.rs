@@ -14,7 +14,7 @@ th{border-bottom:2px solid #888}.number{text-align:right;font-variant-numeric:ta
 figure{margin:1.5rem 0}svg{max-width:100%;height:auto}\
 pre{background:#f5f5f5;padding:.8rem;white-space:pre-wrap;font-size:.85rem}";
 
-/// A grid of shares, each in a color between that of 0 and that of 1.
+/// A grid of cells, each in a color between that of 0 and that of 1.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeatMap {
     /// Above the grid.
@@ -25,16 +25,16 @@ pub struct HeatMap {
     pub columns: Vec<String>,
     /// The names of rows.
     pub rows: Vec<String>,
-    /// The shares of each row, from 0 to 1; `None` for a cell without one.
-    pub shares: Vec<Vec<Option<f64>>>,
+    /// The cells of each row: a number from 0 to 1 and a text, or nothing.
+    pub cells: Vec<Vec<Option<(f64, String)>>>,
 }
 
-/// The colors of 0, a half and 1, which stay apart for color-blind readers.
+/// The colors of 0, 0.5 and 1, which color-blind readers can distinguish.
 const HEAT: [[f64; 3]; 3] = [[244.0, 165.0, 130.0], [247.0; 3], [146.0, 197.0, 222.0]];
 
-/// Returns the style of a cell with this share.
-fn heat(share: f64) -> String {
-    let at = share.clamp(0.0, 1.0) * 2.0;
+/// Returns the style of a cell.
+fn heat(number: f64) -> String {
+    let at = number.clamp(0.0, 1.0) * 2.0;
     let (from, part) = if at < 1.0 { (0, at) } else { (1, at - 1.0) };
     let [red, green, blue] = core::array::from_fn(|i| {
         (HEAT[from][i] + part * (HEAT[from + 1][i] - HEAT[from][i])).round() as u8
@@ -93,22 +93,22 @@ impl HtmlReport {
         self
     }
 
-    /// Adds a grid of shares in percent; a dash marks a cell without one.
+    /// Adds a grid of colored cells; a dash marks a cell without a number.
     #[must_use]
     pub fn heat_map(mut self, map: &HeatMap) -> Self {
         let named = |name: &String| format!("<th>{}</th>", escape(name));
-        let cell = |share: &Option<f64>| match share {
-            Some(share) => {
-                let percent = (100.0 * share).round();
-                format!("<td class=\"number\" style=\"{}\">{percent}%</td>", heat(*share))
+        let cell = |cell: &Option<(f64, String)>| match cell {
+            Some((number, text)) => {
+                let (style, text) = (heat(*number), escape(text));
+                format!("<td class=\"number\" style=\"{style}\">{text}</td>")
             }
             None => "<td class=\"number\">-</td>".to_string(),
         };
         self.body += &format!("<table>\n<caption>{}</caption>\n", escape(&map.title));
         let columns: String = map.columns.iter().map(named).collect();
         self.body += &format!("<tr>{}{columns}</tr>\n", named(&map.corner));
-        for (name, shares) in map.rows.iter().zip(&map.shares) {
-            let cells: String = shares.iter().map(cell).collect();
+        for (name, cells) in map.rows.iter().zip(&map.cells) {
+            let cells: String = cells.iter().map(cell).collect();
             self.body += &format!("<tr>{}{cells}</tr>\n", named(name));
         }
         self.body += "</table>\n";

@@ -1,5 +1,6 @@
 //! Shows measurements: [`Table`]s for the terminal, [`Chart`](chart::Chart)s as SVG and PNG, both
-//! on an [`HtmlReport`], a page in one file that may have [`HeatMap`]s, and a [`Timeline`] on a page of its own.
+//! and [`HeatMap`]s on an [`HtmlReport`], a page in one file, and a [`Timeline`] on a page of its
+//! own.
 
 pub mod chart;
 mod error;

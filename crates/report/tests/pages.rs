@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use kv_report::{
-    HtmlReport, Table,
+    HeatMap, HtmlReport, Table,
     chart::{Chart, Series, Style},
 };
 
@@ -132,12 +132,21 @@ fn pages_escape_every_text() {
         .paragraph(hostile)
         .pre(hostile)
         .table(&table)
+        .heat_map(&HeatMap {
+            title: hostile.into(),
+            corner: hostile.into(),
+            columns: vec![hostile.into(), "b".into()],
+            rows: vec![hostile.into()],
+            cells: vec![vec![Some((0.5, hostile.into())), None]],
+        })
         .chart(&Chart { title: hostile.into(), ..chart(vec![line(&[(1.0, 2.0)])]) })
         .unwrap();
     let html = page.html();
     assert!(!html.contains("<script") && !html.contains('\0') && !html.contains("\"y\""));
-    assert!(html.matches("&lt;script&gt;").count() >= 8, "{html}");
+    assert!(html.matches("&lt;script&gt;").count() >= 13, "{html}");
     assert!(html.contains("<td class=\"number\">1.5</td>"));
+    assert!(html.contains("style=\"background:rgb(247,247,247)\">&lt;script"));
+    assert!(html.contains("<td class=\"number\">-</td></tr>"));
     assert!(html.contains("<td>short</td><td class=\"number\"></td>"));
     let folder = tempfile::tempdir().unwrap();
     page.write(folder.path().join("page.html")).unwrap();

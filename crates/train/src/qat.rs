@@ -53,7 +53,9 @@ impl QatConfig {
     fn check_cache(&self, cache: &KvCacheConfig, seq_len: usize) -> Result<()> {
         // The group size replaces the unknown `head_dim`, because it passes the rules on both.
         cache.validate(cache.group_size.max(1))?;
-        let schedule = Schedule::new(cache);
+        // The last layer of a staggered model keeps the most tokens in float.
+        let last = &cache.in_layer(cache.tile.tokens - 1, cache.tile.tokens);
+        let schedule = Schedule::new(last);
         let missing = |len: usize| {
             let counts = schedule.counts(len);
             let quantized = |side: &Side| schedule.sides[*side] != SideSchedule::NEVER;
@@ -64,12 +66,12 @@ impl QatConfig {
         }
         let Some(side) = missing(seq_len) else { return Ok(()) };
         // Two tokens past sinks and residual, both sides are quantized in every order of flushes.
-        let longest = cache.sink_tokens + cache.residual_length + 2;
+        let longest = last.sink_tokens + last.residual_length + 2;
         let needed = (seq_len..longest).find(|&len| missing(len).is_none()).unwrap_or(longest);
         let rule = format!(
             "must be at least {needed} for {cache}, whose {side} stay in float until its residual \
              of {} tokens is full",
-            cache.residual_length
+            last.residual_length
         );
         Err(Error::setting("seq-len", seq_len, rule))
     }

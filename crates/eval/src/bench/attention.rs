@@ -4,7 +4,8 @@ use std::{cell::RefCell, rc::Rc, time::Instant};
 
 use burn::tensor::{DType, Distribution, Int, Slice, Tensor, capture};
 use kv_cubecl::{
-    CacheShape, Granularity, KvCache, KvCacheConfig, On, Side, Target, layout::CacheLayout,
+    CacheShape, Granularity, KvCache, KvCacheConfig, On, Side, Target,
+    layout::{CacheLayout, Schedule},
 };
 use kv_models::spans::PHASE;
 use serde::Serialize;
@@ -154,7 +155,7 @@ const FILL_CHUNK: usize = 8192;
 /// Returns the steps from one flush of the keys to the next; 1 without a residual, or if keys leave
 /// it one at a time.
 fn period(config: &KvCacheConfig) -> usize {
-    config.residual_length.max(1)
+    Schedule::new(config).sides.keys.step.max(1)
 }
 
 /// Attention over one kind of cache at one context length.

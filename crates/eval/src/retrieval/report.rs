@@ -1,110 +1,119 @@
 //! Results as tables and as a page with heat maps.
 
 use core::fmt;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use kv_report::{HeatMap, HtmlReport, Table};
 
 use super::{Retrieval, RetrievalRow, RetrievalTask};
-use crate::Result;
+use crate::{Result, Versions, report::create_folder};
 
-/// How many values were found, of how many.
-#[derive(Clone, Copy, Default)]
+/// The number of values that were found with a cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Found {
     found: usize,
+    /// All values.
     of: usize,
+    /// Values found with the first cache.
+    by_first: usize,
+    /// Values found with the first cache and not with this one.
+    lost: usize,
+    /// Values found with this cache and not with the first one.
+    gained: usize,
 }
 
 impl Found {
-    fn share(self) -> Option<f64> {
-        (self.of > 0).then(|| self.found as f64 / self.of as f64)
+    /// Returns whether the first cache finds a value. Otherwise the others show nothing.
+    const fn counts(&self, is_first: bool) -> bool {
+        is_first || self.by_first > 0
     }
-}
 
-impl fmt::Display for Found {
-    /// Writes a dash if there was nothing to find.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.of {
-            0 => f.write_str("-"),
-            of => write!(f, "{}/{of}", self.found),
+    fn cell(&self, is_first: bool) -> String {
+        match self.counts(is_first) {
+            true => format!("{}/{}", self.found, self.of),
+            false => "-".to_string(),
         }
     }
 }
 
 impl Retrieval {
-    /// Returns the names of all caches, the first one first.
-    fn caches(&self) -> Vec<&str> {
-        let mut all: Vec<&str> = vec![];
-        for row in &self.rows {
-            if !all.contains(&row.cache.as_str()) {
-                all.push(&row.cache);
-            }
-        }
-        all
+    /// Returns the names of all caches.
+    fn caches(&self) -> impl Iterator<Item = &str> {
+        self.rows.iter().take(self.caches).map(|row| row.cache.as_str())
     }
 
-    /// Counts the values found with one cache, of those that the first cache finds; of all values
-    /// for the first cache.
-    fn found(&self, cache: &str, chosen: impl Fn(&RetrievalRow) -> bool) -> Found {
-        let first = self.rows.first().map_or("", |row| &row.cache);
+    /// Counts the values found with the `nth` cache in the chosen answers.
+    fn found(&self, nth: usize, chosen: impl Fn(&RetrievalRow) -> bool) -> Found {
         let mut count = Found::default();
-        for row in self.rows.iter().filter(|row| row.cache == cache && chosen(row)) {
-            let same = |other: &&RetrievalRow| other.cache == first && other.is_beside(row);
-            let Some(float) = self.rows.iter().find(same) else { continue };
-            for (&found, &by_float) in row.found.iter().zip(&float.found) {
-                if cache == first || by_float {
-                    count.of += 1;
-                    count.found += usize::from(found);
-                }
+        for answers in self.rows.chunks(self.caches) {
+            let (Some(first), Some(row)) = (answers.first(), answers.get(nth)) else { continue };
+            if !chosen(row) {
+                continue;
+            }
+            for (&found, &by_first) in row.found.iter().zip(&first.found) {
+                count.of += 1;
+                count.found += usize::from(found);
+                count.by_first += usize::from(by_first);
+                count.lost += usize::from(by_first && !found);
+                count.gained += usize::from(found && !by_first);
             }
         }
         count
     }
 
-    /// Lists the values found by task, cache, context and depth. For the first cache they are of
-    /// all values, for others of those that the first one found; a dash stands for none.
+    /// Lists the values found by task, context, cache and depth, and those that a cache lost and
+    /// gained compared to the first one. A dash stands where the first cache found none.
     pub fn table(&self) -> Table {
         let depths = self.plan.depths.iter().map(|depth| format!("{depth}%"));
-        let start = ["task", "cache", "context"].map(String::from);
-        let header = start.into_iter().chain(depths).chain(["all".to_string()]);
-        let mut table = Table::new(header);
+        let start = ["task", "context", "cache"].map(String::from);
+        let end = ["all", "lost", "gained"].map(String::from);
+        let mut table = Table::new(start.into_iter().chain(depths).chain(end));
         for &task in &self.plan.tasks {
             for &context in &self.plan.contexts {
-                for cache in self.caches() {
+                for (nth, cache) in self.caches().enumerate() {
                     let here = |row: &RetrievalRow| row.task == task && row.context == context;
-                    let depths = self.plan.depths.iter();
-                    let cells = depths
-                        .map(|&depth| self.found(cache, |row| here(row) && row.depth == depth));
-                    let start = [task.to_string(), cache.to_string(), context.to_string()];
-                    let cells = cells.chain([self.found(cache, here)]);
-                    table.push(start.into_iter().chain(cells.map(|cell| cell.to_string())));
+                    let cell = |depth: usize| {
+                        let found = self.found(nth, |row| here(row) && row.depth == Some(depth));
+                        // Tasks that ask for all needles have no depths.
+                        if found.of == 0 { String::new() } else { found.cell(nth == 0) }
+                    };
+                    let all = self.found(nth, here);
+                    let mut row = vec![task.to_string(), context.to_string(), cache.to_string()];
+                    row.extend(self.plan.depths.iter().map(|&depth| cell(depth)));
+                    row.push(all.cell(nth == 0));
+                    row.extend([all.lost, all.gained].map(|n| n.to_string()));
+                    table.push(row);
                 }
             }
         }
         table
     }
 
-    /// Draws the share of the values found by context and depth, counted as in
-    /// [`table`](Self::table).
-    fn heat_map(&self, task: RetrievalTask, cache: &str) -> HeatMap {
-        let row = |&context: &usize| {
-            let at = |&depth: &usize| {
-                let here = |row: &RetrievalRow| {
-                    (row.task, row.context, row.depth) == (task, context, depth)
-                };
-                self.found(cache, here).share()
-            };
-            self.plan.depths.iter().map(at).collect()
+    /// Draws the share of the values found by context and depth, with one column for a task without
+    /// depths.
+    fn heat_map(&self, task: RetrievalTask, nth: usize, cache: &str) -> HeatMap {
+        let depths = self.plan.depths_of(task);
+        let cell = |context: usize, depth: Option<usize>| {
+            let here =
+                |row: &RetrievalRow| (row.task, row.context, row.depth) == (task, context, depth);
+            let found = self.found(nth, here);
+            let share = found.found as f64 / found.of as f64;
+            found.counts(nth == 0).then(|| (share, found.cell(nth == 0)))
         };
+        let name = |depth: &Option<usize>| match depth {
+            Some(depth) => format!("{depth}%"),
+            None => "all".to_string(),
+        };
+        let contexts = &self.plan.contexts;
         HeatMap {
             title: format!("{task}, {cache}"),
             corner: "tokens, depth".to_string(),
-            columns: self.plan.depths.iter().map(|depth| format!("{depth}%")).collect(),
-            rows: self.plan.contexts.iter().map(usize::to_string).collect(),
-            shares: self.plan.contexts.iter().map(row).collect(),
+            columns: depths.iter().map(name).collect(),
+            rows: contexts.iter().map(usize::to_string).collect(),
+            cells: contexts
+                .iter()
+                .map(|&context| depths.iter().map(|&depth| cell(context, depth)).collect())
+                .collect(),
         }
     }
 
@@ -115,68 +124,69 @@ impl Retrieval {
     /// A folder or file that cannot be written.
     pub fn write_folder(&self, folder: impl AsRef<Path>, command: &[String]) -> Result<PathBuf> {
         let folder = folder.as_ref();
-        fs::create_dir_all(folder)
-            .map_err(|source| kv_report::Error::Write { path: folder.into(), source })?;
+        create_folder(folder)?;
         let page = folder.join("report.html");
         let mut html = HtmlReport::new("Retrieval from long prompts").paragraph(
-            "The share of the values that answers contain, by the length of the prompt and the \
-             place of the first needle. For the first cache it is of all values, for the others of \
-             those that the first cache finds; a dash stands for none.",
+            "The values that answers contain, of all values, by the length of the prompt and the \
+             place of the needle. A dash stands where the first cache finds none, so that the \
+             others show nothing.",
         );
         for &task in &self.plan.tasks {
             html = html.heading(&task.to_string());
-            for cache in self.caches() {
-                html = html.heat_map(&self.heat_map(task, cache));
+            for (nth, cache) in self.caches().enumerate() {
+                html = html.heat_map(&self.heat_map(task, nth, cache));
             }
         }
-        html.heading("All counts").table(&self.table()).pre(&command.join(" ")).write(&page)?;
+        let html = html.heading("All counts").table(&self.table()).heading("Settings");
+        html.pre(&format!("{}\n\n{}", command.join(" "), Versions::BUILT)).write(&page)?;
         Ok(page)
-    }
-}
-
-impl RetrievalRow {
-    /// Returns whether both are answers to the same prompt.
-    fn is_beside(&self, other: &Self) -> bool {
-        let prompt = |row: &Self| (row.task, row.context, row.depth, row.sample);
-        prompt(self) == prompt(other)
     }
 }
 
 impl fmt::Display for Retrieval {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.table())
+        write!(f, "{}", self.table())?;
+        if self.caches > 1 {
+            writeln!(
+                f,
+                "values found, of all; lost and gained compared to {}",
+                self.rows[0].cache
+            )?;
+        }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::retrieval::{Haystack, RetrievalPlan, Spelling};
+    use crate::retrieval::{Haystack, NeedleType, RetrievalPlan};
 
     fn row(cache: &str, depth: usize, found: &[bool]) -> RetrievalRow {
         RetrievalRow {
-            task: RetrievalTask::MultiValue,
+            task: RetrievalTask::MultiKey,
             cache: cache.to_string(),
             context: 1024,
-            depth,
+            depth: Some(depth),
             sample: 0,
             tokens: 1000,
+            expected: vec![String::new(); found.len()],
             found: found.to_vec(),
             answer: String::new(),
         }
     }
 
-    /// What float does not find says nothing of another cache.
+    /// A value that float does not find says nothing about another cache.
     #[test]
     fn caches_are_compared_where_float_finds() {
         let plan = RetrievalPlan {
-            tasks: vec![RetrievalTask::MultiValue],
-            keys: Spelling::Word,
-            values: Spelling::Number,
-            haystack: Haystack::Noise,
+            tasks: vec![RetrievalTask::MultiKey],
+            keys: NeedleType::Word,
+            values: NeedleType::Number,
+            haystack: Haystack::Words,
             contexts: vec![1024],
             depths: vec![0, 50],
-            needles: 3,
+            count: 3,
             samples: 1,
             seed: 0,
             bos: None,
@@ -187,12 +197,14 @@ mod tests {
             row("float", 50, &[false, false, false]),
             row("k2v2", 50, &[true, false, false]),
         ];
-        let found = Retrieval { plan, rows };
+        let found = Retrieval { plan, rows, caches: 2 };
         let table = found.table();
-        assert_eq!(table.header(), ["task", "cache", "context", "0%", "50%", "all"]);
-        assert_eq!(table.rows()[0], ["multi-value", "float", "1024", "2/3", "0/3", "2/6"]);
-        assert_eq!(table.rows()[1], ["multi-value", "k2v2", "1024", "1/2", "-", "1/2"]);
-        let map = found.heat_map(RetrievalTask::MultiValue, "k2v2");
-        assert_eq!(map.shares, [[Some(0.5), None]]);
+        let header = ["task", "context", "cache", "0%", "50%", "all", "lost", "gained"];
+        assert_eq!(table.header(), header);
+        let rows = table.rows();
+        assert_eq!(rows[0], ["multi-key", "1024", "float", "2/3", "0/3", "2/6", "0", "0"]);
+        assert_eq!(rows[1], ["multi-key", "1024", "k2v2", "2/3", "-", "3/6", "1", "2"]);
+        let map = found.heat_map(RetrievalTask::MultiKey, 1, "k2v2");
+        assert_eq!(map.cells, [[Some((2.0 / 3.0, "2/3".to_string())), None]]);
     }
 }

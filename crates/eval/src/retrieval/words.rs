@@ -20,5 +20,5 @@ pub(super) const NOUNS: [&str; 48] = [
 ];
 
 /// The sentences that RULER repeats.
-pub(super) const REPEATED: &str = "The grass is green. The sky is blue. The sun is yellow. Here we \
+pub(super) const NOISE: &str = "The grass is green. The sky is blue. The sun is yellow. Here we \
                                    go. There and back again.";

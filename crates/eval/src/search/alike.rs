@@ -12,8 +12,8 @@ use crate::Result;
 const GROUPED: [&str; 4] =
     ["", "-r32-s4-gflush-hadv-f16", "-r64-s4-gflush-hadv-f16", "-g64-r64-s4-gflush-hadv-f16"];
 
-/// Settings of caches that quantize each token separately. Each is combined with every such format
-/// on both sides.
+/// Settings of caches without groups of a chosen size. Each is combined with every such format on
+/// both sides. Formats that always have the Hadamard transform do without the last one.
 const BY_TOKEN: [&str; 3] = ["", "-s4-f16", "-s4-hadv-hadk-f16"];
 
 /// Bits of a side, in descending order.
@@ -68,7 +68,8 @@ pub(super) fn alike(
         );
     }
     for format in KvFormat::ALL.iter().copied().filter(|it| it.is_quantized() && !it.is_grouped()) {
-        for settings in BY_TOKEN {
+        let n = if format.needs_hadamard() { BY_TOKEN.len() - 1 } else { BY_TOKEN.len() };
+        for settings in &BY_TOKEN[..n] {
             let cache = named([format; 2], settings)?;
             if fits(&cache)? {
                 found.push(cache);
@@ -121,7 +122,8 @@ mod tests {
             assert!(all.iter().any(|it| it == name), "{all:?} lacks {name}");
         }
         let by_token = KvFormat::ALL.iter().filter(|it| it.is_quantized() && !it.is_grouped());
-        assert_eq!(all.len(), GROUPED.len() * 2 + BY_TOKEN.len() * by_token.count());
+        let settings = by_token.map(|it| BY_TOKEN.len() - usize::from(it.needs_hadamard()));
+        assert_eq!(all.len(), GROUPED.len() * 2 + settings.sum::<usize>());
         let unique: std::collections::BTreeSet<_> = all.iter().collect();
         assert_eq!(unique.len(), all.len(), "{all:?}");
         assert_eq!(names(64, 1000), [""; 0]);

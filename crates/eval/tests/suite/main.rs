@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod austen;
+mod austen_sparse;
 mod bench;
 mod bos;
 mod chat;

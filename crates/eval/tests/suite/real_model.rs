@@ -16,7 +16,7 @@ fn project() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn smollm2() -> PathBuf {
+pub(crate) fn smollm2() -> PathBuf {
     let default = || project().join("target/models/SmolLM2-135M-Instruct.Q4_1.gguf");
     let path = env::var_os("KV_SMOLLM2").map_or_else(default, PathBuf::from);
     let hint = "run scripts/get-smollm2 or set KV_SMOLLM2";

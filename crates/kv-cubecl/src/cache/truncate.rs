@@ -25,12 +25,14 @@ impl KvCache {
     ///
     /// When restored tokens leave the residual again, they get the same codes, because restored
     /// numbers have the minimum of their group and, if it has the largest code, its scale. There
-    /// are three exceptions:
+    /// are four exceptions:
     ///
     /// - Groups that are further from 0 than 1500 steps of their codes.
     /// - Rows of 16 bits, whose rounding may change the last bit of a scale.
     /// - Scales that are powers of two: a block may get the next power, and other codes for the
     ///   same numbers.
+    /// - Lloyd-Max codes: they are of numbers divided by the root mean square, and that of restored
+    ///   numbers has been rounded and may be another one for a token with an outlier.
     ///
     /// # Errors
     /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a sequence that the batch does not

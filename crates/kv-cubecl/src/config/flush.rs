@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 /// The schedule by which tokens leave the float residual and are quantized.
 ///
 /// A schedule has two parts: how many keys leave at once, and whether the newest token's query
-/// still sees them in float. Values leave one token at a time in every schedule.
+/// still sees them in float. Values leave one token at a time in every schedule; values in tiles
+/// leave as keys do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flush {

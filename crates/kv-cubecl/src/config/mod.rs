@@ -280,11 +280,20 @@ impl KvCacheConfig {
     }
 
     /// Returns the cache of layer `index` of a model of `n_layers`. If layers are
-    /// [staggered](Self::stagger), it keeps `index / n_layers` of a tile more tokens in float, so
-    /// that its tiles are complete at other tokens.
+    /// [staggered](Self::stagger), `tile.tokens * index / n_layers` tokens are added to the
+    /// residual, at most up to the sliding window, so that each layer flushes at another step.
+    ///
+    /// # Panics
+    /// For staggered layers if `n_layers` is 0.
     pub const fn in_layer(mut self, index: usize, n_layers: usize) -> Self {
         if self.stagger {
-            self.residual_length += self.tile.tokens * index / n_layers;
+            let more = self.tile.tokens.saturating_mul(index) / n_layers;
+            let longer = self.residual_length.saturating_add(more);
+            self.residual_length = match self.sliding_window {
+                Some(window) if window < self.residual_length => self.residual_length,
+                Some(window) if window < longer => window,
+                _ => longer,
+            };
             self.stagger = false;
         }
         self

@@ -132,13 +132,14 @@ impl KvCacheConfig {
         Ok(())
     }
 
-    /// Checks that the residual is whole groups, or has one if they leave it one at a time.
+    /// Checks that the residual is a multiple of the group; with flush by group, at least one
+    /// group.
     fn validate_residual(&self, groups: &str, tokens: usize) -> Result<()> {
         let length = self.residual_length;
         let rule = match self.flush.is_by_group() {
             true if length < tokens => format!("must be at least {groups} {tokens}"),
             false if !length.is_multiple_of(tokens) => {
-                format!("{groups} {tokens} does not divide it")
+                format!("{groups} {tokens} does not divide it; try -gflush or -r{tokens}")
             }
             _ => return Ok(()),
         };

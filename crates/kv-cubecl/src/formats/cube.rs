@@ -158,8 +158,7 @@ pub(crate) fn restore(code: u32, scale: f32, offset: f32, #[comptime] spec: Quan
     if comptime!(spec.format.has_offset()) { value * scale + offset } else { value * scale }
 }
 
-/// Returns the square of a number that a group's [norm](Codec::scales_by_norm) is computed from; 0 for
-/// NaN.
+/// Returns the square of a number, for the [norm](Codec::scales_by_norm) of its group; 0 for NaN.
 #[cube]
 pub(crate) fn square(x: f32) -> f32 {
     select(is_nan(x), f32::new(0.0), x * x)

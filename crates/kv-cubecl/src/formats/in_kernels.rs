@@ -19,7 +19,9 @@ pub(crate) trait CubeCodec {
     /// Returns the offset in a parameter; 0 for codecs without one.
     fn offset(parameter: u32) -> f32;
 
-    /// Returns the code of `x`; 0 if `x` is NaN.
+    /// Returns the code of `x`; 0 if `x` is NaN. If the scale [follows from the
+    /// norm](super::Codec::scales_by_norm), `scale` is the root mean square, and the code of NaN
+    /// that of 0.
     fn encode(x: f32, scale: f32, offset: f32, #[comptime] n_bits: u32) -> u32;
 
     /// Returns the number that a code stands for, before scale and offset.

@@ -21,15 +21,15 @@ codecs!(codec_enum);
 pub(super) struct CodecSpec {
     /// See [`Codec::parameter_bits`].
     pub(super) parameter_bits: usize,
-    /// See [`Codec::largest`].
-    pub(super) largest: Option<f32>,
+    /// See [`QuantSpec::largest`]; numbers from 2 bits on if they depend on the bits of a code.
+    pub(super) largest: Option<&'static [f32]>,
     /// See [`Codec::limit`].
     pub(super) limit: f32,
     /// See [`Codec::float`].
     pub(super) float: Option<Minifloat>,
     /// See [`Codec::scales_by_norm`].
     pub(super) scales_by_norm: bool,
-    /// Whether the codec is for numbers after the Hadamard transform.
+    /// True if the codec is for numbers after the Hadamard transform.
     pub(super) needs_hadamard: bool,
 }
 
@@ -42,13 +42,7 @@ impl Codec {
     /// Returns whether the parameter holds an offset besides the scale, so that code 0 need not
     /// stand for 0.
     pub const fn has_offset(self) -> bool {
-        self.largest().is_none()
-    }
-
-    /// Returns the largest number that a code stands for, before its scale; `None` for codecs with
-    /// an [offset](Self::has_offset).
-    pub const fn largest(self) -> Option<f32> {
-        self.codec_spec().largest
+        self.codec_spec().largest.is_none()
     }
 
     /// Returns the largest magnitude that is quantized. Larger magnitudes, also infinite ones, are
@@ -114,11 +108,21 @@ pub struct QuantSpec {
 }
 
 impl QuantSpec {
-    /// Returns whether the parameters of a group follow from more than its extremes: from another
-    /// range, or from its tile.
+    /// Returns whether the parameters of an affine group follow from more than its extremes: from
+    /// another range, or from its tile.
     #[cfg(feature = "cube")]
     pub(crate) const fn reads_twice(&self) -> bool {
         self.tile.is_some() || !matches!(self.range, GroupRange::MinMax)
+    }
+
+    /// Returns the largest number that a code stands for, before its scale; `None` for codecs with
+    /// an [offset](Codec::has_offset).
+    pub const fn largest(&self) -> Option<f32> {
+        match self.format.codec_spec().largest {
+            Some(&[one]) => Some(one),
+            Some(all) => Some(all[self.n_bits as usize - 2]),
+            None => None,
+        }
     }
 
     /// Returns the number of factors of a tile with `head_dim` channels; 0 without tiles.

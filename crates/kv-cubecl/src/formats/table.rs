@@ -47,8 +47,8 @@ macro_rules! codecs {
                 )
                 ;
             }
-            /// `level * scale`, with the scale in f16: the levels of a normal distribution that codes
-            /// count.
+            /// `level * scale`, with the scale in f16. Levels represent a normal distribution, and
+            /// codes count them from the lowest.
             lloyd_max::LloydMax {
                 LloydMax2(
                     "tq2", 2, Groups::Token,

@@ -201,7 +201,8 @@ fn limit(scales: Scales) -> f64 {
 /// For another format.
 pub fn scaled_group(values: &[f32], format: KvFormat) -> ScaledGroup {
     if let Some(levels) = lloyd_max::levels(format) {
-        return lloyd_max::quantize_token(values, &levels);
+        let (codes, scale) = lloyd_max::quantize_token(values, &levels);
+        return ScaledGroup { codes, scale: scale.to_f32(), parameter: scale.to_bits() };
     }
     let (numbers, scales) = definition(format).expect("a format without offset");
     let limit = limit(scales);

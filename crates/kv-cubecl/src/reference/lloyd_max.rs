@@ -2,7 +2,6 @@
 
 use half::f16;
 
-use super::formats::ScaledGroup;
 use crate::KvFormat;
 
 /// Returns the levels of a format, from the lowest on; `None` for other formats.
@@ -28,7 +27,7 @@ fn norm(numbers: &[f64]) -> f64 {
 
 /// Divides a token by its root mean square, takes the nearest level of each number, and scales the
 /// levels to the norm of the token.
-pub(super) fn quantize_token(values: &[f32], levels: &[f64]) -> ScaledGroup {
+pub(super) fn quantize_token(values: &[f32], levels: &[f64]) -> (Vec<u8>, f16) {
     let numbers = numbers(values);
     let rms = norm(&numbers) / (numbers.len() as f64).sqrt();
     let nearest = |x: &f64| {
@@ -40,8 +39,7 @@ pub(super) fn quantize_token(values: &[f32], levels: &[f64]) -> ScaledGroup {
     let codes: Vec<usize> = numbers.iter().map(nearest).collect();
     let of_levels = norm(&codes.iter().map(|&code| levels[code]).collect::<Vec<_>>());
     let scale = f16::from_f64((norm(&numbers) / of_levels).min(65504.0));
-    let codes = codes.into_iter().map(|code| code as u8).collect();
-    ScaledGroup { codes, scale: scale.to_f32(), parameter: scale.to_bits() }
+    (codes.into_iter().map(|code| code as u8).collect(), scale)
 }
 
 /// Returns the gradient of a token: with constant codes, what it is restored to is proportional to
@@ -52,9 +50,9 @@ pub(super) fn token_backward(values: &[f32], grad: &[f64], levels: &[f64]) -> Ve
     if rms == 0.0 {
         return grad.to_vec();
     }
-    let group = quantize_token(values, levels);
-    let restored = group.codes.iter().map(|&code| levels[usize::from(code)]);
-    let errors = restored.zip(&numbers).map(|(level, x)| level * f64::from(group.scale) - x);
+    let (codes, scale) = quantize_token(values, levels);
+    let restored = codes.iter().map(|&code| levels[usize::from(code)] * scale.to_f64());
+    let errors = restored.zip(&numbers).map(|(restored, x)| restored - x);
     // The derivative of the root mean square by a number is the number over n times it.
     let of_rms: f64 = errors.zip(grad).map(|(error, grad)| error / rms * grad).sum();
     let n = numbers.len() as f64;

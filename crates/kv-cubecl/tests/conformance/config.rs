@@ -332,15 +332,16 @@ fn other_formats_keep_what_is_valid() {
         prop::sample::select(vec![None, Some(64usize), Some(100), Some(300)]),
     );
     let formats = (format(), format(), format(), format());
-    let cases = (formats, sizes, any::<[bool; 3]>());
+    let cases = (formats, sizes, any::<[bool; 4]>());
     let valid = core::cell::Cell::new(0);
     check_properties(5000, cases, |((k, v, keys, values), (group, residual, window), flags)| {
-        let [by_group, hadamard_keys, hadamard_values] = flags;
+        let [by_group, stagger, hadamard_keys, hadamard_values] = flags;
         let config = KvCacheConfig::new(k, v)
             .with_group_size(group)
             .with_residual_length(residual)
             .with_sliding_window(window)
             .with_flush(Flush::new(false, by_group))
+            .with_stagger(stagger)
             .with_hadamard_keys(hadamard_keys)
             .with_hadamard_values(hadamard_values);
         if config.validate(64).is_ok() {

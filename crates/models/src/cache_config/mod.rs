@@ -162,7 +162,8 @@ impl ModelCacheConfig {
         }
     }
 
-    /// Returns the caches of `n_layers` layers that have no sliding window of their own.
+    /// Returns the caches of `n_layers` layers that have no sliding window of their own, before
+    /// they are [staggered](KvCacheConfig::stagger).
     ///
     /// # Errors
     /// Fails with [`Error::Rule`] for a rule with a layer that the model does not have.
@@ -170,7 +171,7 @@ impl ModelCacheConfig {
         for i in 0..self.rules.len() {
             self.check_rule(i, n_layers)?;
         }
-        Ok((0..n_layers).map(|layer| self.own(layer, n_layers)).collect())
+        Ok((0..n_layers).map(|layer| self.ruled(layer, n_layers)).collect())
     }
 
     /// Checks that the model has the layers of a rule.
@@ -183,11 +184,11 @@ impl ModelCacheConfig {
         })
     }
 
-    /// Applies the rules to layer `index` of `n_layers`.
-    fn own(&self, index: usize, n_layers: usize) -> KvCacheConfig {
+    /// Applies the rules to layer `index` of `n_layers`, which is not staggered yet.
+    fn ruled(&self, index: usize, n_layers: usize) -> KvCacheConfig {
         let rules = self.rules.iter().filter(|rule| rule.layers.contains(index, n_layers));
         let cache = rules.fold(KvCacheConfig::float(), |cache, rule| rule.stores.after(cache));
-        cache.with_capacity(self.capacity).in_layer(index, n_layers)
+        cache.with_capacity(self.capacity)
     }
 
     /// Returns the cache of layer `index` of `model`. The sliding window is the layer's own, or
@@ -198,14 +199,15 @@ impl ModelCacheConfig {
     /// Panics when the model has no such layer.
     pub fn layer(&self, model: &ModelSpec, index: usize) -> KvCacheConfig {
         let layers = &model.layers;
-        let cache = self.own(index, layers.len());
-        match layers[index].sliding_window {
+        let cache = self.ruled(index, layers.len());
+        let cache = match layers[index].sliding_window {
             None => cache,
             Some(window) => {
                 let window = cache.sliding_window.map_or(window, |asked| asked.min(window));
                 cache.with_sliding_window(Some(window)).with_sink_tokens(0)
             }
-        }
+        };
+        cache.in_layer(index, layers.len())
     }
 
     /// Returns the caches of all layers of `model`, first to last.
@@ -322,7 +324,7 @@ impl ModelCacheConfig {
             }
         }
         for (i, layer) in spec.layers.iter().enumerate() {
-            let (own, stored) = (self.own(i, n), self.layer(spec, i));
+            let (own, stored) = (self.ruled(i, n), self.layer(spec, i));
             if layer.sparse.is_some() {
                 if layer.sliding_window.is_none() {
                     let rule = format!("layer {i} has sparse attention, which needs one");
@@ -362,7 +364,7 @@ impl ModelCacheConfig {
             Some(last) => Error::Rule {
                 field: format!("rules[{last}]"),
                 value: self.rules[last].stores.to_string(),
-                rule: format!("gives layer {index} the cache {}: {error}", self.own(index, n)),
+                rule: format!("gives layer {index} the cache {}: {error}", self.ruled(index, n)),
             },
         }
     }

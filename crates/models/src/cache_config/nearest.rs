@@ -37,7 +37,7 @@ fn part(text: &str) -> Option<String> {
     if let (Some(letter), Ok(number)) = (letter, digits.parse::<usize>()) {
         return Some(format!("{letter}{number}"));
     }
-    let words = ["before", "after", "gflush", "hadv", "hadk"].into_iter();
+    let words = ["before", "after", "gflush", "stagger", "hadv", "hadk"].into_iter();
     let floats = CacheFloat::ALL.iter().map(|float| float.name());
     closest(text, words.chain(floats).map(str::to_string))
 }

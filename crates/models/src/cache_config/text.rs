@@ -19,7 +19,7 @@ impl ModelCacheConfig {
             let layers = spec.layers.iter().enumerate();
             layers
                 .filter(|(i, layer)| {
-                    layer.sliding_window.is_some_and(|own| asked(self.own(*i, all), own))
+                    layer.sliding_window.is_some_and(|own| asked(self.ruled(*i, all), own))
                 })
                 .map(|(i, _)| i)
                 .collect()
@@ -46,7 +46,7 @@ impl ModelCacheConfig {
         let n = spec.layers.len();
         let mut runs: Vec<(usize, usize, KvCacheConfig)> = vec![];
         for layer in 0..n {
-            let cache = self.own(layer, n);
+            let cache = self.ruled(layer, n);
             match runs.last_mut() {
                 Some((_, end, last)) if *last == cache => *end = layer + 1,
                 _ => runs.push((layer, layer + 1, cache)),

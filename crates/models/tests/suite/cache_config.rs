@@ -62,6 +62,36 @@ fn streaming_with_float_layers_equals_parallel() {
     }
 }
 
+/// The second of two layers keeps half a tile more in float, and streaming follows the closed form.
+#[test]
+fn staggered_layers_flush_at_different_tokens() {
+    let device = device();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let config: ModelCacheConfig = "kvn2v16-t64-r64-stagger".parse().unwrap();
+    let layers: Vec<String> = config.layers(model.spec()).map(|it| it.to_string()).collect();
+    assert_eq!(layers, ["kvn2v16-r64-gflush-t64", "kvn2v16-r96-gflush-t64"]);
+    let json = serde_json::to_value(&config).unwrap();
+    assert_eq!(json["stagger"], true);
+    assert_eq!(serde_json::from_value::<ModelCacheConfig>(json).unwrap(), config);
+    for other in ["k2v2-g16-stagger", "float-stagger"] {
+        let other: ModelCacheConfig = other.parse().unwrap();
+        let error = other.validate(&model).unwrap_err().to_string();
+        assert!(error.contains("stagger true: needs keys or values in tiles"), "{error}");
+    }
+
+    let seq = 150;
+    let ids: Vec<i32> = (0..seq).map(|i| (i * i * 31 + i * 7) % 250).collect();
+    let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, seq as usize]), &device);
+    let config = config.with_capacity(seq as usize);
+    let forward = model.forward(ids.clone(), &config).unwrap();
+    let mut cache = model.new_cache(&config, 1, &device).unwrap();
+    let step = |t| model.step(ids.clone().narrow(1, t, 1), &mut cache).unwrap();
+    let steps = Tensor::cat((0..seq as usize).map(step).collect(), 1);
+    // Single codes may change in rounding, but the mean difference stays small.
+    let mean = (steps - forward).abs().mean().into_scalar::<f32>();
+    assert!(mean < 2e-3, "mean difference {mean}");
+}
+
 #[test]
 fn a_configuration_that_does_not_fit_the_model_is_an_error() {
     let device = device();

@@ -65,12 +65,13 @@ proptest! {
 /// Generates random policies from all fields of their files.
 fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     let format = || prop::sample::select(KvFormat::ALL.to_vec());
-    let cache = (format(), format(), 0..3usize, 0..200usize, any::<[bool; 3]>(), 0..3usize)
-        .prop_map(|(keys, values, group, sinks, [by_group, hadamard, window], float)| {
+    let cache = (format(), format(), 0..3usize, 0..200usize, any::<[bool; 4]>(), 0..3usize)
+        .prop_map(|(keys, values, group, sinks, [by_group, stagger, hadamard, window], float)| {
             KvCacheConfig::new(keys, values)
                 .with_group_size(16 << group)
                 .with_sink_tokens(sinks)
                 .with_flush(Flush::new(false, by_group))
+                .with_stagger(stagger)
                 .with_hadamard_values(hadamard)
                 .with_sliding_window(window.then_some(777))
                 .with_float(CacheFloat::ALL[float])

@@ -40,6 +40,7 @@ fn caches() -> Vec<String> {
         "kint8vint8-r9-s3-after",
         "kint8vint8-w16",
         "k16v4-g8-r64",
+        "kvn2v16-t64-r64-s2-stagger",
     ];
     names.extend(more.map(String::from));
     names

@@ -70,6 +70,8 @@ impl FromStr for NamedCache {
 pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
     let mut all = vec![];
     for config in caches.iter().flat_map(|named| named.value.candidates()) {
+        // A single layer is not staggered.
+        let config = config.in_layer(0, 1);
         if !all.contains(&config) {
             all.push(config);
         }

@@ -205,7 +205,7 @@ pub(crate) fn evaluate_and_report<T: Target>(
     let plan = jobs.first().map(|job| &job.plan);
     let [tokens, window, stride] =
         [Plan::tokens, Plan::window, Plan::stride].map(|part| plan.map_or(0, part));
-    let command = std::env::args().collect();
+    let command = kv_cli::command_line();
     let mut report = Report::new(device, command, text.name, tokens, window)
         .with_stride(stride)
         .with_bos(text.bos)
@@ -253,11 +253,21 @@ pub(crate) fn read_ids(
     tokenizer: &Tokenizer,
     tokens: Option<usize>,
 ) -> Result<(Vec<u32>, usize)> {
-    let reader: Box<dyn Read> = match is_stdin(text) {
+    ids_of(open_text(text)?, text, tokenizer, tokens)
+}
+
+fn open_text(text: &Path) -> Result<Box<dyn Read>> {
+    Ok(match is_stdin(text) {
         true => Box::new(io::stdin().lock()),
         false => Box::new(File::open(text).with_context(|| cannot_read(text))?),
-    };
-    ids_of(reader, text, tokenizer, tokens)
+    })
+}
+
+/// Reads a whole text, or standard input for `-`.
+pub(crate) fn read_text(text: &Path) -> Result<String> {
+    let mut whole = String::new();
+    open_text(text)?.read_to_string(&mut whole).with_context(|| cannot_read(text))?;
+    Ok(whole)
 }
 
 fn cannot_read(text: &Path) -> String {

@@ -71,7 +71,7 @@ enum Command {
     Twin(twin::Args),
     /// Measure how many entries indexers select right with quantized keys.
     Index(index::Args),
-    /// Hide passages in a long text, and see which of them the model finds again.
+    /// Hide passages or values in a long text, and see what the model finds again.
     Needle(needle::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),

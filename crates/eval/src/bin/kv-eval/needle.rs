@@ -1,19 +1,21 @@
 //! `kv-eval needle`: hides passages or answers in a long text, and asks for them.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, open_folder, window_bar};
+use anyhow::{Result, bail};
+use kv_cli::{
+    NamedFiles, Plain, cache_help, command_line, dispatch, exit_on_interrupt, note, open_folder,
+    window_bar,
+};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{Haystack, NeedlePlan, RetrievalPlan, RetrievalTask, Spelling, needles, retrieval};
+use kv_eval::{Haystack, NeedlePlan, NeedleType, RetrievalPlan, RetrievalTask, needles, retrieval};
 use kv_models::ModelCacheConfig;
 
 use crate::{
     arguments::{NamedCache, configs, policies},
-    common::{BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids},
+    common::{
+        BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids, read_text, text_name,
+    },
     json::{JsonArgs, show},
     loading::MemoryRequest,
     source::{self, Source},
@@ -23,18 +25,17 @@ use crate::{
 #[command(after_help = "Examples:
   kv-eval needle --model models/austen --text models/austen/heldout.txt --cache k4v4-gflush
   kv-eval needle -m SmolLM2-135M.gguf -f novel.txt --context 2048 --chunks 8 --cache k2v2-s4
-  kv-eval needle -m SmolLM2-135M.gguf --task single,multi-key --context 2048,8192 --cache balanced")]
+  kv-eval needle -m SmolLM2-135M.gguf --task single,multi-key --context 2048,8192 --cache k2v2")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
-    #[command(flatten)]
-    bos: BosArgs,
-    /// A UTF-8 text file: for passages - for standard input; for tasks the haystack.
+    /// A UTF-8 text file, or - for standard input: the text to hide passages in, or with --task the
+    /// haystack.
     #[arg(long, short = 'f', value_name = "TEXT", required_unless_present = "tasks")]
     text: Option<PathBuf>,
     #[arg(long = "cache", help = cache_help("A cache beside the float one, repeatable"))]
     caches: Vec<NamedCache>,
-    /// Tokens of a prompt; with tasks also those of the answer, and several may be given.
+    /// Tokens of a prompt; with --task, of prompt and answer, comma-separated.
     #[arg(long, default_value = "1024", value_delimiter = ',')]
     context: Vec<usize>,
     #[command(flatten)]
@@ -46,7 +47,7 @@ pub(crate) struct Args {
 }
 
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Passages, the default")]
+#[command(next_help_heading = "Passages (default)")]
 struct PassageArgs {
     /// Tokens of a needle.
     #[arg(long, default_value_t = 48, conflicts_with = "tasks")]
@@ -60,43 +61,48 @@ struct PassageArgs {
 }
 
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Tasks, most of them RULER's, whose answers are generated")]
+#[command(next_help_heading = "Generated answers (--task)")]
 struct TaskArgs {
-    /// What is hidden and asked instead of passages; several may be given.
+    #[command(flatten)]
+    bos: BosArgs,
+    /// Tasks to run, comma-separated. Needles are sentences "the special magic number for KEY is:
+    /// VALUE", in a haystack of other sentences.
     #[arg(id = "tasks", long = "task", value_enum, value_delimiter = ',', value_name = "TASK")]
     tasks: Vec<RetrievalTask>,
-    /// Spelling of keys.
+    /// Type of keys; tool-call has none.
     #[arg(long, value_enum, default_value = "word", requires = "tasks")]
-    keys: Spelling,
-    /// Spelling of values.
+    keys: NeedleType,
+    /// Type of values; tool-call has none.
     #[arg(long, value_enum, default_value = "number", requires = "tasks")]
-    values: Spelling,
-    /// The sentences around the needles [default: those of --text, or repeated].
+    values: NeedleType,
+    /// Sentences around the needles [default: those of --text, or noise].
     #[arg(long, value_enum, requires = "tasks", conflicts_with = "text")]
     haystack: Option<Hay>,
-    /// Keys, or values of the key, in tasks with several.
+    /// Number of needles in multi-key, multi-value and multi-query.
     #[arg(long, default_value_t = 4, requires = "tasks")]
     count: usize,
-    /// Places of the first needle, in percent of the haystack.
+    /// Places of the needle in percent of the haystack, comma-separated. The needles of multi-value
+    /// and multi-query are spread evenly instead.
     #[arg(long, value_delimiter = ',', default_value = "0,25,50,75,100", requires = "tasks")]
     depth: Vec<usize>,
     /// Prompts with other needles, for each task, context and depth.
     #[arg(long, default_value_t = 1, requires = "tasks")]
     samples: usize,
-    /// Seed of keys, values and noise.
+    /// Seed of keys, values and random words.
     #[arg(long, default_value_t = 0, requires = "tasks")]
     seed: u64,
-    /// Write a page with heat maps into this folder, which is created if missing.
+    /// Write report.html, a page with heat maps, into this folder, which is created if missing.
     #[arg(long, value_name = "FOLDER", requires = "tasks")]
     report: Option<PathBuf>,
 }
 
+/// A haystack that needs no text.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Hay {
-    /// Random words.
+    /// A few sentences, repeated as in RULER.
     Noise,
-    /// The same sentences again and again.
-    Repeated,
+    /// Random words.
+    Words,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -133,8 +139,12 @@ fn caches(args: &Args) -> Vec<ModelCacheConfig> {
 fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
+    if args.tasks.bos.is_given() {
+        bail!("bos: applies to generated answers only; add --task, or remove it");
+    }
     let [context] = args.context[..] else {
-        bail!("context: passages have one; give --task for several");
+        let given: Vec<_> = args.context.iter().map(usize::to_string).collect();
+        bail!("context {}: takes one number without --task", given.join(","));
     };
     let &PassageArgs { needle, cue, chunks } = &args.passages;
     let plan = NeedlePlan { context, needle, cue, chunks };
@@ -156,12 +166,9 @@ fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
 fn tasks<T: Target>(args: &Args) -> Result<()> {
     let TaskArgs { tasks, haystack, depth, samples, count, seed, report, .. } = &args.tasks;
     let haystack = match (&args.text, haystack) {
-        (Some(path), _) => {
-            let cannot = || format!("text {}: cannot read", path.display());
-            Haystack::of_text(&fs::read_to_string(path).with_context(cannot)?)
-        }
-        (None, Some(Hay::Noise)) => Haystack::Noise,
-        (None, _) => Haystack::Repeated,
+        (Some(path), _) => Haystack::from_text(text_name(path), &read_text(path)?),
+        (None, Some(Hay::Words)) => Haystack::Words,
+        (None, _) => Haystack::Noise,
     };
     let device = On::<T>::open()?;
     if let Some(folder) = report {
@@ -170,7 +177,8 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
     let (screen, json) = args.json.open()?;
     let caches = caches(args);
     let most = args.context.iter().copied().max().unwrap_or(0);
-    let request = MemoryRequest::new(caches.iter().cloned(), most);
+    let request =
+        MemoryRequest { generates: true, ..MemoryRequest::new(caches.iter().cloned(), most) };
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Packed, request, &device)?;
     note_policies(&caches, model.spec());
@@ -181,10 +189,10 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
         haystack,
         contexts: args.context.clone(),
         depths: depth.clone(),
-        needles: *count,
+        count: *count,
         samples: *samples,
         seed: *seed,
-        bos: args.bos.choose(&tokenizer)?,
+        bos: args.tasks.bos.choose(&tokenizer)?,
     };
     let bar = window_bar();
     bar.set_length(plan.prompts().saturating_mul(caches.len()) as u64);
@@ -192,9 +200,10 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let found = found?;
     // An output that cannot be written is reported after the others are written.
-    let command: Vec<String> = std::env::args().collect();
-    let written = report.as_ref().map(|folder| found.write_folder(folder, &command)).transpose();
-    let shown = show(screen, json, &found);
-    written?;
-    shown
+    let written = report.as_ref().map(|folder| found.write_folder(folder, &command_line()));
+    show(screen, json, &found)?;
+    if let Some(page) = written.transpose()? {
+        note(format_args!("report: {}", page.display()));
+    }
+    Ok(())
 }

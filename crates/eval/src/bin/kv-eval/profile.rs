@@ -100,7 +100,7 @@ impl ProfileArgs {
         let recorder = Recorder::new();
         recorder.install()?;
         let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-        let command: Vec<String> = std::env::args().collect();
+        let command: Vec<String> = kv_cli::command_line();
         let Versions { kv_eval, burn, cubecl } = Versions::BUILT;
         let facts = [
             ("date", date),

@@ -207,7 +207,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     }
     if let Some(json) = json {
         let output = Output {
-            command: std::env::args().collect(),
+            command: kv_cli::command_line(),
             target: T::NAME,
             device: device_name(&device),
             seeds: args.seeds,

@@ -48,10 +48,10 @@ const E2M1_MOST: u32 = E2M1.largest.to_bits() & MANTISSA;
 /// 2^127, whose restored number is finite.
 const LIMIT: f32 = f32::from_bits(0x7f00_0000);
 
-const fn spec(float: Minifloat) -> CodecSpec {
+const fn spec(float: Minifloat, largest: &'static [f32]) -> CodecSpec {
     CodecSpec {
         parameter_bits: 8,
-        largest: Some(float.largest),
+        largest: Some(largest),
         limit: LIMIT,
         float: Some(float),
         scales_by_norm: false,
@@ -72,13 +72,13 @@ pub(crate) struct E2m1Blocks;
 pub(crate) struct Mxfp4;
 
 impl E4m3Blocks {
-    pub(super) const SPEC: CodecSpec = spec(E4M3);
+    pub(super) const SPEC: CodecSpec = spec(E4M3, &[E4M3.largest]);
 }
 
 impl E2m1Blocks {
-    pub(super) const SPEC: CodecSpec = spec(E2M1);
+    pub(super) const SPEC: CodecSpec = spec(E2M1, &[E2M1.largest]);
 }
 
 impl Mxfp4 {
-    pub(super) const SPEC: CodecSpec = spec(E2M1);
+    pub(super) const SPEC: CodecSpec = spec(E2M1, &[E2M1.largest]);
 }

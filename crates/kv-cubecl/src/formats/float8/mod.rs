@@ -20,10 +20,10 @@ pub(super) const E4M3: Minifloat =
 pub(super) const E5M2: Minifloat =
     Minifloat { bias: 15, mantissa: 2, largest: 57344.0, sign: 0x80, first_special: 0x7c };
 
-const fn spec(float: Minifloat) -> CodecSpec {
+const fn spec(float: Minifloat, largest: &'static [f32]) -> CodecSpec {
     CodecSpec {
         parameter_bits: 16,
-        largest: Some(float.largest),
+        largest: Some(largest),
         limit: f32::MAX,
         float: Some(float),
         scales_by_norm: false,
@@ -40,9 +40,9 @@ pub(crate) struct E4m3;
 pub(crate) struct E5m2;
 
 impl E4m3 {
-    pub(super) const SPEC: CodecSpec = spec(E4M3);
+    pub(super) const SPEC: CodecSpec = spec(E4M3, &[E4M3.largest]);
 }
 
 impl E5m2 {
-    pub(super) const SPEC: CodecSpec = spec(E5M2);
+    pub(super) const SPEC: CodecSpec = spec(E5M2, &[E5M2.largest]);
 }

@@ -22,7 +22,7 @@ pub(crate) struct Int8;
 impl Int8 {
     pub(super) const SPEC: CodecSpec = CodecSpec {
         parameter_bits: 16,
-        largest: Some(LARGEST),
+        largest: Some(&[LARGEST]),
         limit: f32::MAX,
         float: None,
         scales_by_norm: false,

@@ -60,28 +60,33 @@ impl CubeCodec for LloydMax {
         for i in 0..group_size {
             squares += square(saturate(data[base + i * stride]));
         }
-        let rms = (squares / comptime!(group_size as f32)).sqrt();
+        let n = comptime!(group_size as f32);
+        let rms = (squares / n).sqrt();
         let mut of_levels = f32::new(0.0);
         for i in 0..group_size {
             let code = Self::encode(data[base + i * stride], rms, f32::new(0.0), n_bits);
             of_levels += square(Self::value(code, n_bits));
         }
         if squares > 0.0f32 {
-            let scale = rms / (of_levels / comptime!(group_size as f32)).sqrt();
+            let scale = rms / (of_levels / n).sqrt();
             let scale = Self::scale(Self::parameter(-scale, scale, n_bits));
             let mut of_errors = f32::new(0.0);
             for i in 0..group_size {
                 let at = base + i * stride;
                 let code = Self::encode(data[at], rms, f32::new(0.0), n_bits);
-                let x = select(is_nan(data[at]), f32::new(0.0), saturate(data[at]));
-                of_errors += grad[at] * (Self::value(code, n_bits) * scale - x);
+                of_errors += grad[at] * (Self::value(code, n_bits) * scale - number(data[at]));
             }
             let rate = of_errors / squares;
             for i in 0..group_size {
                 let at = base + i * stride;
-                let x = select(is_nan(data[at]), f32::new(0.0), saturate(data[at]));
-                grad[at] += rate * x;
+                grad[at] += rate * number(data[at]);
             }
         }
     }
+}
+
+/// Returns a number as it is quantized.
+#[cube]
+fn number(x: f32) -> f32 {
+    select(is_nan(x), f32::new(0.0), saturate(x))
 }

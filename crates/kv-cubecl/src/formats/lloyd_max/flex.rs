@@ -94,6 +94,7 @@ impl CpuCodec for LloydMax {
             let scale = half_value(place.parameter_in(words, token, 0));
             let levels = levels.map(|level| level * scale);
             let words = &words[place.codes(token)..][..spec.code_words()];
+            // As `QuantSpec::code`, but each word is read once.
             for (run, row) in row.chunks_mut(spec.codes_per_word()).enumerate() {
                 let low = words[spec.low_word(run)];
                 let high = match spec.splits_codes() {

@@ -1,11 +1,11 @@
-//! Lloyd-Max codes of whole tokens (TurboQuant, 2025, <https://arxiv.org/abs/2504.19874>), as
-//! inference engines store keys with them: without the paper's random rotation and sketch.
+//! Lloyd-Max codes of whole tokens (TurboQuant, 2025, <https://arxiv.org/abs/2504.19874>), without
+//! the paper's random rotation and QJL sketch.
 //!
 //! After the Hadamard transform, the channels of a token are about normally distributed. They are
 //! divided by their root mean square, and each is replaced by the nearest of the numbers that
 //! represent a standard normal distribution with the least squared error ([`LEVELS_2`] to
 //! [`LEVELS_4`] and their negatives). The stored scale is the root mean square over that of the
-//! token's own levels, so that a restored token has the norm that it had.
+//! token's own levels, which restores the token's norm. A NaN counts as 0.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -21,7 +21,7 @@ pub(crate) struct LloydMax;
 impl LloydMax {
     pub(super) const SPEC: CodecSpec = CodecSpec {
         parameter_bits: 16,
-        largest: Some(LEVELS_4[7]),
+        largest: Some(&[LEVELS_2[1], LEVELS_3[3], LEVELS_4[7]]),
         limit: 65504.0,
         float: None,
         scales_by_norm: true,

@@ -123,11 +123,14 @@ fn quantize_run<R: Float, C: Float>(
             max = greater(max, x);
         }
     }
-    let mut param = parameter(min, max, spec);
-    let (mut scale, offset) = (scale(param, spec), offset(param, spec));
-    if comptime!(spec.format.scales_by_norm()) {
-        scale = root_mean_square(squares, spec);
-    }
+    // Where the scale follows from the norm, the parameter of the extremes is not used.
+    let of_extremes = parameter(min, max, spec);
+    let zero = offset(of_extremes, spec);
+    let divisor = if comptime!(spec.format.scales_by_norm()) {
+        root_mean_square(squares, spec)
+    } else {
+        scale(of_extremes, spec)
+    };
     let mut of_codes = f32::new(0.0);
     let mut high = 0u32;
     for at in 0..comptime!(spec.group_size / spec.codes_per_word()) {
@@ -135,7 +138,7 @@ fn quantize_run<R: Float, C: Float>(
         for i in 0..codes_per_word {
             let element = element_of(run, at * codes_per_word + i, bp);
             let x = read::<R, C>(floats, chunk, &element, lengths, side, bp);
-            let code = encode(x, scale, offset, spec);
+            let code = encode(x, divisor, zero, spec);
             if comptime!(spec.format.scales_by_norm()) {
                 of_codes += square(value(code, spec));
             }
@@ -154,9 +157,10 @@ fn quantize_run<R: Float, C: Float>(
         }
     }
     if comptime!(spec.format.scales_by_norm()) {
-        param = parameter_of_norm(scale, of_codes, spec);
+        parameter_of_norm(divisor, of_codes, spec)
+    } else {
+        of_extremes
     }
-    param
 }
 
 /// Returns element `nth` of a run.

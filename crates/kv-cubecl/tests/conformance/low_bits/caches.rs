@@ -35,7 +35,8 @@ const CACHES: [&str; 14] = [
     "k3vvn2-g32-t64-r81-gflush-after",
     "ktq3vtq2-s2",
     "ktq4vtq3-r16-after-f16",
-    // The next token hides one more, so an even number of tokens is left out of what is read back.
+    // Two scales share a word, so what is read back begins at an even token: with this window at
+    // the first one that the last token sees.
     "ktq2vtq4-r32-w61",
 ];
 

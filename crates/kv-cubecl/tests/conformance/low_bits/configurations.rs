@@ -52,7 +52,11 @@ fn tiles_and_ranges_that_do_not_fit() {
     for (name, head_dim, expected) in [
         ("kvn2vvn2-t32", 64, "tile.tokens 32: must be 64 or 128"),
         ("kvn2vvn2-i99", 64, "tile.iterations 99: must be at most 32"),
-        ("kvn2vvn2-r64", 64, "residual_length 64: tile.tokens 128 does not divide it"),
+        (
+            "kvn2vvn2-r64",
+            64,
+            "residual_length 64: tile.tokens 128 does not divide it; try -gflush or -r128",
+        ),
         ("kvn2vvn2", 96, "head_dim 96: is not a power of two, which values as vn2 need"),
         ("k16vvn4", 512, "head_dim 512: is above 256, which values as vn4 need"),
         ("kvn3vvn3", 16, "head_dim 16: must be a multiple of 32: the codes in a word of keys"),
@@ -71,4 +75,18 @@ fn tiles_and_ranges_that_do_not_fit() {
     ] {
         assert_eq!(named(name).validate(head_dim), Ok(()), "{name}");
     }
+}
+
+#[test]
+fn layers_are_staggered_within_a_tile() {
+    let config = named("kvn2vvn2-s4-stagger");
+    let residuals = (0..4).map(|layer| config.in_layer(layer, 4).residual_length);
+    assert_eq!(residuals.collect::<Vec<_>>(), [128, 160, 192, 224]);
+    assert_eq!(config.in_layer(1, 4).to_string(), "kvn2vvn2-r160-s4-gflush");
+    // No layer keeps more than its window.
+    let windowed = config.with_sliding_window(Some(200));
+    assert_eq!(windowed.in_layer(3, 4).residual_length, 200);
+    assert_eq!(named("kvn2vvn2-gflush").in_layer(3, 4), named("kvn2vvn2-gflush"));
+    let huge = named("kvn2vvn2-stagger-t18446744073709551615-r18446744073709551615");
+    assert_eq!(huge.in_layer(3, 4).residual_length, usize::MAX);
 }

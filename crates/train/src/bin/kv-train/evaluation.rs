@@ -86,7 +86,7 @@ fn evaluate_on<T: Target>(
     let window = eval_window(&trained.model, &ids);
     let text = "held-out text".to_string();
     let bos = tokenizer.leading_bos();
-    let mut report = Report::new(&device, std::env::args().collect(), text, ids.len(), window)
+    let mut report = Report::new(&device, kv_cli::command_line(), text, ids.len(), window)
         .with_bos(bos.and_then(|id| tokenizer.id_to_token(id)));
     let mut add = |name: &str, model: &LanguageModel, caches: Vec<ModelCacheConfig>| {
         let plan = Plan::new(model, Mode::Parallel, caches, ids.clone(), window, None)?

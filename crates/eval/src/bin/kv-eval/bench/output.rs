@@ -81,7 +81,7 @@ impl Sinks {
         chart: Option<&Chart>,
         points: &[P],
     ) -> Result<()> {
-        let (command, device) = (std::env::args().collect(), format!("{:?}", **device));
+        let (command, device) = (kv_cli::command_line(), format!("{:?}", **device));
         let output = Output { command, target: T::NAME, device, copy_bandwidth, points };
         let json = self.json.map_or(Ok(()), |file| write_json(file, &output));
         let plot = match (self.plot, chart) {
