@@ -31,6 +31,8 @@ fn training_recovers_most_of_the_loss_by_two_bits() {
     let after = runs(&tuned.model, &ids, &[k2v2]);
     let [float, four_bits, two_bits] = [0, 1, 2].map(|run| before[run].perplexity);
     let cost = two_bits - float;
+    // A thousand tokens and more in each eighth of the window.
+    assert!(before[2].position_kl.iter().all(|at| at.p99 <= at.p999 && at.p99.is_some()));
     // Clearly more than the fraction of a percent that float noise causes by flipping codes.
     assert!(cost > 0.1 * float, "{two_bits} against {float}");
     // The step between two 4-bit codes is a fifth of the 2-bit step, so its squared error is a

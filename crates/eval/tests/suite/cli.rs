@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::Path,
     process::{Command, Stdio},
 };
 
@@ -75,10 +76,11 @@ fn a_sliding_window_is_evaluated_past_its_length() {
     assert_ne!(nll(&past), full[1]);
 }
 
-/// The files of a report with measured layers.
+/// The files of a report with measured layers. The texts are too short for percentiles of the
+/// divergence by position.
 #[track_caller]
 fn assert_report(folder: &str) {
-    for name in ["quality", "position", "excess", "divergence", "layers"] {
+    for name in ["quality", "position", "excess", "layers"] {
         let svg = fs::read_to_string(format!("{folder}/{name}.svg")).unwrap();
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
         assert!(
@@ -86,8 +88,9 @@ fn assert_report(folder: &str) {
             "{name}"
         );
     }
+    assert!(!Path::new(&format!("{folder}/divergence.svg")).exists());
     let page = fs::read_to_string(format!("{folder}/report.html")).unwrap();
-    assert_eq!(page.matches("<svg").count(), 5);
+    assert_eq!(page.matches("<svg").count(), 4);
     for outside in ["<script", "src=", "href=", "url("] {
         assert!(!page.contains(outside), "{outside}");
     }

@@ -149,22 +149,22 @@ fn resumed_texts_of_gpt2() {
 
 #[test]
 fn resumed_texts_of_llama() {
-    resumed_texts_have_the_logits_of_one_run("llama-tiny", 11);
+    resumed_texts_have_the_logits_of_one_run("llama-tiny", 13);
 }
 
 #[test]
 fn resumed_texts_of_gemma3() {
-    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 11);
+    resumed_texts_have_the_logits_of_one_run("gemma3-tiny", 12);
 }
 
 #[test]
 fn resumed_texts_of_gpt_oss() {
-    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 11);
+    resumed_texts_have_the_logits_of_one_run("gpt-oss-tiny", 12);
 }
 
 #[test]
 fn resumed_texts_of_mistral() {
-    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 17);
+    resumed_texts_have_the_logits_of_one_run("mistral-swa-tiny", 20);
 }
 
 /// Prefill in chunks gives the same bits as a cache with the same chunks up to a checkpoint.
