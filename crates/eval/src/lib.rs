@@ -20,6 +20,7 @@ mod run;
 mod score;
 pub mod search;
 mod twin;
+mod versions;
 pub mod world;
 
 pub use error::{Error, Result};
@@ -28,9 +29,10 @@ pub use layers::layer_errors;
 pub use needle::{NeedlePlan, NeedleRow, Needles, needles};
 pub use perplexity::{Progress, evaluate};
 pub use plan::{Mode, Plan};
-pub use report::{Report, Versions, device_name};
+pub use report::{Report, device_name};
 pub use retrieval::{
     Haystack, NeedleType, Retrieval, RetrievalPlan, RetrievalRow, RetrievalTask, retrieval,
 };
 pub use run::{LayerError, PositionKl, PositionNll, Run};
 pub use twin::{LayerCounters, SideCounters, Twin, TwinLayer, TwinStep, twin};
+pub use versions::Versions;

@@ -1,51 +1,18 @@
 //! Results as a table, as JSON, and as a page with charts.
 
 use core::{f64::consts::LN_2, fmt};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use kv_cubecl::{On, Target};
 use kv_models::{WeightDtype, one_line};
 use kv_report::{
     HtmlReport, Table,
     chart::{Chart, Series, Style},
+    create_folder,
 };
 use serde::Serialize;
 
-use crate::{LayerError, PositionKl, Result, Run};
-
-/// Versions of the software that computed the numbers.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Versions {
-    /// This crate.
-    #[serde(rename = "kv-eval")]
-    pub kv_eval: &'static str,
-    /// Burn.
-    pub burn: &'static str,
-    /// CubeCL.
-    pub cubecl: &'static str,
-}
-
-impl Versions {
-    /// The versions this crate is built with.
-    pub const BUILT: Self =
-        Self { kv_eval: env!("CARGO_PKG_VERSION"), burn: "0.22.1", cubecl: "0.11.3" };
-}
-
-impl fmt::Display for Versions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kv_eval, burn, cubecl } = self;
-        write!(f, "kv-eval {kv_eval}, burn {burn}, cubecl {cubecl}")
-    }
-}
-
-/// Creates the folder of a report if it is missing.
-pub(crate) fn create_folder(folder: &Path) -> Result<()> {
-    fs::create_dir_all(folder)
-        .map_err(|source| kv_report::Error::Write { path: folder.into(), source }.into())
-}
+use crate::{LayerError, PositionKl, Result, Run, Versions};
 
 /// The results of an evaluation, and the settings to repeat it.
 #[derive(Clone, Debug, Serialize)]

@@ -80,8 +80,8 @@ pub(crate) fn mean_and_block_stderr(samples: &[f64]) -> (f64, f64) {
 /// the samples of each sequence; `None` for fewer than ten sequences, for which it would be far too
 /// narrow.
 ///
-/// The sequences are drawn with replacement, and the interval is that of the means of the middle
-/// 95% of all draws (Efron, 1979). Samples of one sequence may depend on each other.
+/// The sequences are drawn with replacement many times, and the interval holds the middle 95% of
+/// the means of all draws (Efron, 1979). Samples of one sequence may depend on each other.
 pub(crate) fn bootstrap_interval(sequences: &[(f64, usize)]) -> Option<[f64; 2]> {
     const DRAWS: usize = 2000;
     if sequences.len() < 10 {

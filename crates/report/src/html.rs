@@ -162,6 +162,14 @@ impl HtmlReport {
     }
 }
 
+/// Creates the folder of a report if it is missing.
+///
+/// # Errors
+/// [`Error::Write`] naming the path.
+pub fn create_folder(folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|source| Error::Write { path: folder.into(), source })
+}
+
 /// Escapes `text` for HTML elements and quoted attributes. Control characters, except line feeds
 /// and tabs, become U+FFFD.
 pub fn escape(text: &str) -> String {

@@ -9,6 +9,6 @@ mod table;
 pub mod timeline;
 
 pub use error::{Error, Result};
-pub use html::{HeatMap, HtmlReport};
+pub use html::{HeatMap, HtmlReport, create_folder};
 pub use table::Table;
 pub use timeline::Timeline;

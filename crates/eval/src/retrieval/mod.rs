@@ -1,7 +1,7 @@
 //! Retrieval: whether a model still answers questions about a long prompt when its cache is
 //! quantized.
 //!
-//! Most tasks are those of RULER (Hsieh et al., 2024, <https://arxiv.org/abs/2404.06654>) that hide
+//! Most tasks come from RULER (Hsieh et al., 2024, <https://arxiv.org/abs/2404.06654>). They hide
 //! needles in a haystack: sentences that give a value to a key. The model is asked for the values
 //! of some keys, and generates greedily. A value is found if the answer contains it. Prompts have
 //! no chat template and answers fewer tokens than in RULER, so numbers are for comparisons of
@@ -45,7 +45,7 @@ pub struct RetrievalRow {
     pub context: usize,
     /// The place of the needle, in percent of the haystack; `None` if needles are spread evenly.
     pub depth: Option<usize>,
-    /// The number of the prompt among those of this task, context and depth.
+    /// The sample, counted from 0 for each task, context and depth.
     pub sample: usize,
     /// Tokens of the prompt.
     pub tokens: usize,

@@ -3,10 +3,10 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use kv_report::{HeatMap, HtmlReport, Table};
+use kv_report::{HeatMap, HtmlReport, Table, create_folder};
 
 use super::{Retrieval, RetrievalRow, RetrievalTask};
-use crate::{Result, Versions, report::create_folder};
+use crate::{Result, Versions};
 
 /// The number of values that were found with a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

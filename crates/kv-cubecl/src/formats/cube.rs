@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-pub(crate) use super::in_kernels::{greater, is_nan, lesser, saturate};
+pub(crate) use super::in_kernels::{greater, is_nan, lesser, saturate, square};
 use super::{
     Codec, QuantSpec,
     in_kernels::{CubeCodec, code_at},
@@ -156,12 +156,6 @@ pub(crate) fn element(
 pub(crate) fn restore(code: u32, scale: f32, offset: f32, #[comptime] spec: QuantSpec) -> f32 {
     let value = value(code, spec);
     if comptime!(spec.format.has_offset()) { value * scale + offset } else { value * scale }
-}
-
-/// Returns the square of a number, for the [norm](Codec::scales_by_norm) of its group; 0 for NaN.
-#[cube]
-pub(crate) fn square(x: f32) -> f32 {
-    select(is_nan(x), f32::new(0.0), x * x)
 }
 
 /// Returns the root mean square of a group from the sum of its squares.

@@ -59,6 +59,13 @@ pub(crate) fn is_nan(x: f32) -> bool {
     (u32::reinterpret(x) & 0x7fff_ffffu32) > 0x7f80_0000u32
 }
 
+/// Returns the square of a number, for the [norm](super::Codec::scales_by_norm) of its group; 0 for
+/// NaN.
+#[cube]
+pub(crate) fn square(x: f32) -> f32 {
+    select(is_nan(x), f32::new(0.0), x * x)
+}
+
 /// Returns the lesser of `min` and `x`, or `min` if `x` is NaN.
 #[cube]
 pub(crate) fn lesser(min: f32, x: f32) -> f32 {

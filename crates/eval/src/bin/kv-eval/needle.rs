@@ -75,7 +75,7 @@ struct TaskArgs {
     /// Type of values; tool-call has none.
     #[arg(long, value_enum, default_value = "number", requires = "tasks")]
     values: NeedleType,
-    /// Sentences around the needles [default: those of --text, or noise].
+    /// Sentences around the needles [default: the sentences of --text, or noise].
     #[arg(long, value_enum, requires = "tasks", conflicts_with = "text")]
     haystack: Option<Hay>,
     /// Number of needles in multi-key, multi-value and multi-query.
@@ -125,7 +125,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// Returns the float cache, then those of the arguments, each once.
+/// Returns the float cache and the caches of the arguments, without duplicates.
 fn caches(args: &Args) -> Vec<ModelCacheConfig> {
     let mut all = vec![ModelCacheConfig::from(KvCacheConfig::float())];
     for cache in configs(&args.caches) {

@@ -3,9 +3,8 @@
 use cubecl::prelude::*;
 
 use super::{LloydMax, edge, level};
-use crate::formats::{
-    cube::square,
-    in_kernels::{CubeCodec, F16_MAX, half_bits, half_value, is_nan, saturate},
+use crate::formats::in_kernels::{
+    CubeCodec, F16_MAX, half_bits, half_value, is_nan, saturate, square,
 };
 
 #[cube]

@@ -13,7 +13,7 @@ use crate::{
     layout::PackedLayout,
 };
 
-/// Most levels: those of 4 bits.
+/// The number of levels of 4 bits, the most that a format has.
 const MOST: usize = 16;
 
 /// Returns the numbers that codes stand for.

@@ -4,8 +4,8 @@
 //! After the Hadamard transform, the channels of a token are about normally distributed. They are
 //! divided by their root mean square, and each is replaced by the nearest of the numbers that
 //! represent a standard normal distribution with the least squared error ([`LEVELS_2`] to
-//! [`LEVELS_4`] and their negatives). The stored scale is the root mean square over that of the
-//! token's own levels, which restores the token's norm. A NaN counts as 0.
+//! [`LEVELS_4`] and their negatives). The stored scale is the root mean square of the token
+//! divided by that of its levels, which restores the token's norm. A NaN counts as 0.
 
 #[cfg(feature = "cube")]
 mod cube;
