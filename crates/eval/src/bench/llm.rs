@@ -98,13 +98,17 @@ pub struct LlmPoint {
     pub forward_tokens_per_second: Spread,
     /// Seconds until the first token after a prompt is picked.
     pub first_token_seconds: Option<Spread>,
+    /// The longest forward pass of a generated token, as a multiple of the median one: a flush may
+    /// delay it. Each token counts with the fastest of its repetitions.
+    pub longest_step: Option<f64>,
 }
 
 /// Seconds of one repetition.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Pass {
     wall: f64,
-    forward: f64,
+    /// Of each forward pass.
+    forward: Vec<f64>,
 }
 
 /// Times prompts and generation of `model` with each of `caches` in turn in every repetition.
@@ -153,11 +157,18 @@ pub fn time_llm<T: Target>(
             }
         }
         for ((config, prompts), texts) in caches.iter().zip(&prompts).zip(&texts) {
-            let first = prompts.iter().map(|pass| pass.wall).collect();
-            let first = Some(Spread::of(first));
-            let cache = config.to_string();
-            points.push(LlmPoint::of("pp", cache.clone(), depth, plan.prompt, prompts, first));
-            points.push(LlmPoint::of("tg", cache, depth, plan.generate, texts, None));
+            let point = |test, tokens, passes| {
+                LlmPoint::of(format!("{test}{tokens}"), config.to_string(), depth, tokens, passes)
+            };
+            let first = Spread::of(prompts.iter().map(|pass| pass.wall).collect());
+            points.push(LlmPoint {
+                first_token_seconds: Some(first),
+                ..point("pp", plan.prompt, prompts)
+            });
+            points.push(LlmPoint {
+                longest_step: Some(longest_step(texts)),
+                ..point("tg", plan.generate, texts)
+            });
         }
     }
     Ok(points)
@@ -173,26 +184,30 @@ impl LlmPlan {
 }
 
 impl LlmPoint {
-    fn of(
-        test: &str,
-        cache: String,
-        depth: usize,
-        tokens: usize,
-        passes: &[Pass],
-        first_token_seconds: Option<Spread>,
-    ) -> Self {
+    fn of(test: String, cache: String, depth: usize, tokens: usize, passes: &[Pass]) -> Self {
         let rates = |seconds: fn(&Pass) -> f64| {
             Spread::of(passes.iter().map(|pass| tokens as f64 / seconds(pass)).collect())
         };
         Self {
-            test: format!("{test}{tokens}"),
+            test,
             cache,
             depth,
             tokens_per_second: rates(|pass| pass.wall),
-            forward_tokens_per_second: rates(|pass| pass.forward),
-            first_token_seconds,
+            forward_tokens_per_second: rates(|pass| pass.forward.iter().sum()),
+            first_token_seconds: None,
+            longest_step: None,
         }
     }
+}
+
+/// Returns [`LlmPoint::longest_step`].
+fn longest_step(passes: &[Pass]) -> f64 {
+    let steps = passes.first().map_or(0, |pass| pass.forward.len());
+    let fastest =
+        |step: usize| passes.iter().map(|pass| pass.forward[step]).fold(f64::MAX, f64::min);
+    let mut steps: Vec<f64> = (0..steps).map(fastest).collect();
+    let longest = steps.iter().copied().fold(0.0, f64::max);
+    longest / super::median(&mut steps)
 }
 
 /// Copies a cache into its own memory, so copying is not timed.
@@ -222,7 +237,7 @@ fn pass_prompt<T: Target>(
     let Some(last) = last else { return Err(Error::plan("prompt", first, "must be at least 1")) };
     let logits = model.head(last);
     wait(device)?;
-    let forward = start.elapsed().as_secs_f64();
+    let forward = vec![start.elapsed().as_secs_f64()];
     pick(logits)?;
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
 }
@@ -239,13 +254,13 @@ fn generate<T: Target>(
     let graph_capture = plan.graph_capture.unwrap_or_else(pays);
     let mut steps = Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?;
     wait(device)?;
-    let (start, mut forward) = (Instant::now(), 0.0);
+    let (start, mut forward) = (Instant::now(), Vec::with_capacity(plan.generate));
     for i in 0..plan.generate {
         let _phase = trace_span!(target: PHASE, "decode", n = i + 1).entered();
         let step = Instant::now();
         steps.step(model, &[id], device)?;
         wait(device)?;
-        forward += step.elapsed().as_secs_f64();
+        forward.push(step.elapsed().as_secs_f64());
         id = steps.pick(&[])?;
     }
     Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
@@ -267,6 +282,14 @@ mod tests {
         assert_eq!((spread.mean, spread.median), (2.0, 1.0));
         assert!((spread.deviation - 3f64.sqrt()).abs() < 1e-12);
         assert_eq!(Spread::of(vec![5.0]).deviation, 0.0);
+    }
+
+    #[test]
+    fn longest_step_is_long_in_all_repetitions() {
+        let pass = |forward: [f64; 5]| Pass { wall: 9.0, forward: forward.into() };
+        // The first repetition was disturbed at its fourth step.
+        let passes = [pass([1.0, 2.5, 1.0, 8.0, 1.5]), pass([1.25, 2.0, 1.0, 1.0, 1.0])];
+        assert_eq!(longest_step(&passes), 2.0);
     }
 
     #[test]

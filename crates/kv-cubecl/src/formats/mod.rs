@@ -38,7 +38,7 @@ pub use cache_float::CacheFloat;
 pub(crate) use groups::FrameScale;
 pub use groups::GroupOptions;
 #[cfg(feature = "cube")]
-pub(crate) use normalized::{DEVIATIONS, LOG_SCALES};
+pub(crate) use normalized::{DEVIATIONS, SCALES};
 pub use packed::{Codec, Granularity, QuantSpec};
 pub use range::GroupRange;
 pub use registry::KvFormat;

@@ -34,8 +34,9 @@ impl Normalized {
     };
 }
 
-/// The bounds of standard deviations before their logarithm is taken.
+/// The bounds of standard deviations by which scales are multiplied.
 pub(crate) const DEVIATIONS: (f32, f32) = (1e-3, 1e3);
 
-/// The bounds of the logarithms of the scales of tokens and channels.
-pub(crate) const LOG_SCALES: (f32, f32) = (-0.3, 10.0);
+/// The bounds of the scales of tokens and channels. The published method bounds their logarithms by
+/// -0.3 and 10.
+pub(crate) const SCALES: (f32, f32) = (0.740_818_2, 22_026.465);

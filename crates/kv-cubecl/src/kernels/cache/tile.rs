@@ -3,33 +3,33 @@
 use cubecl::prelude::*;
 
 use super::elements::{BlockBlueprint, TILE_UNITS};
-use crate::formats::{DEVIATIONS, LOG_SCALES, cube::is_nan};
+use crate::formats::{DEVIATIONS, SCALES, cube::is_nan};
 
 /// Scales of tokens or channels during the iterations, in memory that the units of a cube share.
 #[derive(CubeType)]
 struct Axis {
-    logs: Shared<[f32]>,
-    /// `exp(-log)`.
+    scales: Shared<[f32]>,
+    /// `1 / scale`.
     inverse: Shared<[f32]>,
     /// Standard deviations of the tile divided by the scales.
     deviations: Shared<[f32]>,
-    /// The logarithms with the least imbalance so far.
+    /// The scales with the least imbalance so far.
     best: Shared<[f32]>,
 }
 
 #[cube]
 fn new_axis(#[comptime] len: usize) -> Axis {
     let mut axis = Axis {
-        logs: Shared::<[f32]>::new_slice(len),
+        scales: Shared::<[f32]>::new_slice(len),
         inverse: Shared::<[f32]>::new_slice(len),
         deviations: Shared::<[f32]>::new_slice(len),
         best: Shared::<[f32]>::new_slice(len),
     };
     let mut i = UNIT_POS as usize;
     while i < len {
-        axis.logs[i] = f32::new(0.0);
+        axis.scales[i] = f32::new(1.0);
         axis.inverse[i] = f32::new(1.0);
-        axis.best[i] = f32::new(0.0);
+        axis.best[i] = f32::new(1.0);
         i += TILE_UNITS;
     }
     axis
@@ -73,16 +73,16 @@ fn measure(
     }
 }
 
-/// Adds the logarithms of the deviations to the scales' logarithms.
+/// Multiplies the scales by the deviations.
 #[cube]
 fn update(axis: &mut Axis, #[comptime] len: usize) {
     let mut i = UNIT_POS as usize;
     while i < len {
-        let wanted = axis.logs[i] + clamped(axis.deviations[i]).ln();
-        let log = clamp(wanted, f32::new(LOG_SCALES.0), f32::new(LOG_SCALES.1));
-        let inverse = (-log).exp();
-        axis.deviations[i] *= inverse / axis.inverse[i];
-        axis.logs[i] = log;
+        let wanted = axis.scales[i] * clamped(axis.deviations[i]);
+        let scale = clamp(wanted, f32::new(SCALES.0), f32::new(SCALES.1));
+        let inverse = f32::new(1.0) / scale;
+        axis.deviations[i] *= axis.scales[i] * inverse;
+        axis.scales[i] = scale;
         axis.inverse[i] = inverse;
         i += TILE_UNITS;
     }
@@ -106,7 +106,7 @@ fn spread(axis: &Axis, #[comptime] len: usize) -> f32 {
 fn keep(axis: &mut Axis, #[comptime] len: usize) {
     let mut i = UNIT_POS as usize;
     while i < len {
-        axis.best[i] = axis.logs[i];
+        axis.best[i] = axis.scales[i];
         i += TILE_UNITS;
     }
 }
@@ -178,18 +178,18 @@ pub(super) fn normalize(
     sync_cube();
     let mut i = unit;
     while i < comptime!(bp.numbers()) {
-        let scale = tokens.best[i / head_dim].exp() * channels.best[i % head_dim].exp();
+        let scale = tokens.best[i / head_dim] * channels.best[i % head_dim];
         numbers[base + i] /= scale;
         i += TILE_UNITS;
     }
     let mut i = unit;
     while i < n_tokens {
-        scales[place + i] = tokens.best[i].exp();
+        scales[place + i] = tokens.best[i];
         i += TILE_UNITS;
     }
     let mut i = unit;
     while i < head_dim {
-        scales[place + n_tokens + i] = channels.best[i].exp() * rms;
+        scales[place + n_tokens + i] = channels.best[i] * rms;
         i += TILE_UNITS;
     }
 }

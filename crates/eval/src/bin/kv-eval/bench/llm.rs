@@ -77,8 +77,9 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     let set = |done: usize| bar.set_position(done as u64);
     let points = time_llm(&device, &model, &caches, &plan, set)?;
     bar.finish_and_clear();
-    let mut table =
-        Table::new(["test", "depth", "cache", "tokens/s", "+-", "forward", "+-", "first ms", "+-"]);
+    let mut table = Table::new([
+        "test", "depth", "cache", "tokens/s", "+-", "forward", "+-", "first ms", "+-", "longest",
+    ]);
     let cells = |spread: Spread, scale: f64| {
         [spread.mean, spread.deviation].map(|x| format!("{:.1}", x * scale))
     };
@@ -98,6 +99,7 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
             forward_spread,
             first,
             first_spread,
+            point.longest_step.map_or(String::new(), |times| format!("{times:.2}x")),
         ]);
     }
     sinks.finish(&device, copied, &table, None, &points)

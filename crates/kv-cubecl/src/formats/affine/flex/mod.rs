@@ -28,8 +28,8 @@ use crate::{
 
 pub(in crate::formats) use gradients::{Quantized, through_range};
 pub(in crate::formats) use parameters::{F16_MAX, unpack_parameters};
-pub(in crate::formats) use quantize::write_codes;
-pub(in crate::formats) use ranges::range_of;
+pub(in crate::formats) use quantize::{encode_columns, write_codes};
+pub(in crate::formats) use ranges::column_ranges;
 pub(in crate::formats) use sums::{add_words, score_words};
 
 /// Returns whether attention can read codes without restoring them: every vector of codes must lie

@@ -86,10 +86,7 @@ fn quantize_channels<S: Simd>(
     n_bits: u32,
     rule: GroupRange,
 ) {
-    let lanes = f32::lanes::<S>();
-    // The fewest codes that fill whole words.
-    let codes_at_once = if n_bits == 3 { 32 } else { 32 / n_bits as usize };
-    let max_code = (1u32 << n_bits) - 1;
+    let (lanes, max_code) = (f32::lanes::<S>(), (1u32 << n_bits) - 1);
     let mut range = [F16_MAX.splat::<S>(), (-F16_MAX).splat()];
     for row in rows.chunks_exact(head_dim) {
         widen_range(&mut range, load(&row[channel..]));
@@ -109,12 +106,29 @@ fn quantize_channels<S: Simd>(
         (*word, scale, min[i]) = parameters(min[i], max[i], max_code as f32);
         divisors[i] = divisor(scale);
     }
-    let (min, divisors) = (load::<S, f32>(&min), load::<S, f32>(&divisors));
-    let lines = codes.chunks_exact_mut(codes_at_once * n_bits as usize / 32 * head_dim);
-    for (lines, rows) in lines.zip(rows.chunks_exact(codes_at_once * head_dim)) {
+    let (min, divisors) = (load(&min), load(&divisors));
+    encode_vector_of_columns::<S>(rows, codes, channel, head_dim, n_bits, min, divisors);
+}
+
+/// Writes the codes of one vector of columns of `rows`, `[.., width]`, into lines of `width` words.
+#[inline(always)]
+fn encode_vector_of_columns<S: Simd>(
+    rows: &[f32],
+    lines: &mut [u32],
+    column: usize,
+    width: usize,
+    n_bits: u32,
+    min: Vector<S, f32>,
+    divisors: Vector<S, f32>,
+) {
+    // The fewest codes that fill whole words.
+    let codes_at_once = if n_bits == 3 { 32 } else { 32 / n_bits as usize };
+    let max_code = (1u32 << n_bits) - 1;
+    let lines = lines.chunks_exact_mut(codes_at_once * n_bits as usize / 32 * width);
+    for (lines, rows) in lines.zip(rows.chunks_exact(codes_at_once * width)) {
         let mut words = [0u32.splat::<S>(); 3];
-        for (i, row) in rows.chunks_exact(head_dim).enumerate() {
-            let code = encode_vector(load(&row[channel..]), min, divisors, max_code);
+        for (i, row) in rows.chunks_exact(width).enumerate() {
+            let code = encode_vector(load(&row[column..]), min, divisors, max_code);
             if n_bits == 3 {
                 words[i / 16] |= (code & 3.splat()) << (i as u32 % 16 * 2);
                 words[2] |= (code >> 2) << i as u32;
@@ -122,9 +136,26 @@ fn quantize_channels<S: Simd>(
                 words[0] |= code << (i as u32 * n_bits);
             }
         }
-        for (line, word) in lines.chunks_exact_mut(head_dim).zip(words) {
-            store(&mut line[channel..], word);
+        for (line, word) in lines.chunks_exact_mut(width).zip(words) {
+            store(&mut line[column..], word);
         }
+    }
+}
+
+/// Writes the codes of all columns of `rows` into lines of words. There is a minimum and a step for
+/// each column, and columns fill whole vectors.
+#[macerator::with_simd]
+pub(in crate::formats) fn encode_columns<S: Simd>(
+    rows: &[f32],
+    lines: &mut [u32],
+    n_bits: u32,
+    min: &[f32],
+    steps: &[f32],
+) {
+    let divisors: Vec<f32> = steps.iter().map(|&step| divisor(step)).collect();
+    for column in (0..min.len()).step_by(f32::lanes::<S>()) {
+        let (low, divisors) = (load(&min[column..]), load(&divisors[column..]));
+        encode_vector_of_columns::<S>(rows, lines, column, min.len(), n_bits, low, divisors);
     }
 }
 

@@ -1,5 +1,7 @@
 //! The range that the codes of a group cover, from its elements.
 
+use macerator::Simd;
+
 use super::parameters::{F16_MAX, parameters};
 use crate::formats::GroupRange;
 
@@ -22,11 +24,52 @@ pub(in crate::formats) fn range_of(
         GroupRange::Sigma(_) if min > max => (min, max),
         GroupRange::Sigma(hundredths) => {
             let (mean, deviation) = moments(numbers);
-            let reach = f64::from(hundredths) / 100.0 * deviation;
-            (min.max((mean - reach) as f32), max.min((mean + reach) as f32))
+            clipped((min, max), mean, deviation, hundredths)
         }
         GroupRange::LeastError => least_error(numbers, (min, max), max_code),
     }
+}
+
+/// Clips a range to hundredths of a standard deviation around the mean.
+fn clipped((min, max): (f32, f32), mean: f64, deviation: f64, hundredths: u16) -> (f32, f32) {
+    let reach = f64::from(hundredths) / 100.0 * deviation;
+    (min.max((mean - reach) as f32), max.min((mean + reach) as f32))
+}
+
+/// Returns the [range](range_of) of each column of `rows`, `[.., width]`. All numbers are finite
+/// and fit f16.
+#[macerator::with_simd]
+pub(in crate::formats) fn column_ranges<S: Simd>(
+    rows: &[f32],
+    width: usize,
+    range: GroupRange,
+    max_code: u32,
+) -> Vec<(f32, f32)> {
+    if range == GroupRange::LeastError {
+        let column = |nth: usize| rows[nth..].iter().copied().step_by(width);
+        return (0..width).map(|nth| range_of(column(nth), range, max_code)).collect();
+    }
+    let (mut min, mut max) = (vec![F16_MAX; width], vec![-F16_MAX; width]);
+    let (mut means, mut squares) = (vec![0f64; width], vec![0f64; width]);
+    for row in rows.chunks_exact(width) {
+        min.iter_mut().zip(row).for_each(|(min, &x)| *min = min.min(x));
+        max.iter_mut().zip(row).for_each(|(max, &x)| *max = max.max(x));
+        means.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let extremes = min.into_iter().zip(max);
+    let GroupRange::Sigma(hundredths) = range else { return extremes.collect() };
+    let n = (rows.len() / width) as f64;
+    means.iter_mut().for_each(|sum| *sum /= n);
+    for row in rows.chunks_exact(width) {
+        for ((square, &mean), &x) in squares.iter_mut().zip(&means).zip(row) {
+            *square += (f64::from(x) - mean).powi(2);
+        }
+    }
+    let moments = means.iter().zip(squares);
+    let ranges = extremes.zip(moments).map(|(extremes, (&mean, square))| {
+        clipped(extremes, mean, (square / (n - 1.0).max(1.0)).sqrt(), hundredths)
+    });
+    ranges.collect()
 }
 
 /// Returns the mean and the sample standard deviation; 0 for fewer than two numbers.

@@ -2,7 +2,7 @@
 
 use macerator::Simd;
 
-use crate::formats::normalized::{DEVIATIONS, LOG_SCALES};
+use crate::formats::normalized::{DEVIATIONS, SCALES};
 
 /// The scales of a tile, by which its numbers are divided.
 #[derive(Clone, Debug)]
@@ -15,8 +15,8 @@ pub(super) struct Scales {
 
 /// Scales and deviations during the iterations.
 struct Axis {
-    logs: Vec<f32>,
-    /// `exp(-log)`.
+    scales: Vec<f32>,
+    /// `1 / scale`.
     inverse: Vec<f32>,
     /// Standard deviations of the tile divided by the scales.
     deviations: Vec<f32>,
@@ -24,19 +24,18 @@ struct Axis {
 
 impl Axis {
     fn new(n: usize) -> Self {
-        Self { logs: vec![0.0; n], inverse: vec![1.0; n], deviations: vec![0.0; n] }
+        Self { scales: vec![1.0; n], inverse: vec![1.0; n], deviations: vec![0.0; n] }
     }
 
-    /// Adds the logarithms of the deviations to the scales' logarithms. The deviations become those
-    /// of the tile with the new scales.
+    /// Multiplies the scales by the deviations. These become the deviations of the tile with the
+    /// new scales.
     fn update(&mut self) {
-        let scales = self.logs.iter_mut().zip(&mut self.inverse);
-        for ((log, inverse), deviation) in scales.zip(&mut self.deviations) {
-            let wanted = *log + clamped(*deviation).ln();
-            let before = *inverse;
-            *log = wanted.clamp(LOG_SCALES.0, LOG_SCALES.1);
-            *inverse = (-*log).exp();
-            *deviation *= *inverse / before;
+        let scales = self.scales.iter_mut().zip(&mut self.inverse);
+        for ((scale, inverse), deviation) in scales.zip(&mut self.deviations) {
+            let before = *scale;
+            *scale = (before * clamped(*deviation)).clamp(SCALES.0, SCALES.1);
+            *inverse = 1.0 / *scale;
+            *deviation *= before * *inverse;
         }
     }
 
@@ -70,7 +69,7 @@ pub(super) fn balance(tile: &mut [f32], head_dim: usize, iterations: u32) -> Sca
     measure_tokens(tile, &mut tokens, &channels);
     measure_channels(tile, &tokens, &mut channels, &mut sums);
     let mut least = tokens.imbalance() + channels.imbalance();
-    let mut best = [tokens.logs.clone(), channels.logs.clone()];
+    let mut best = [tokens.scales.clone(), channels.scales.clone()];
     for _ in 0..iterations {
         tokens.update();
         measure_channels(tile, &tokens, &mut channels, &mut sums);
@@ -79,11 +78,11 @@ pub(super) fn balance(tile: &mut [f32], head_dim: usize, iterations: u32) -> Sca
         let imbalance = tokens.imbalance() + channels.imbalance();
         if imbalance <= least {
             least = imbalance;
-            best[0].copy_from_slice(&tokens.logs);
-            best[1].copy_from_slice(&channels.logs);
+            best[0].copy_from_slice(&tokens.scales);
+            best[1].copy_from_slice(&channels.scales);
         }
     }
-    let [tokens, channels] = best.map(|logs| logs.into_iter().map(f32::exp).collect::<Vec<_>>());
+    let [tokens, channels] = best;
     Scales { rms, tokens, channels }
 }
 

@@ -17,27 +17,30 @@ use crate::{
         affine::{
             Affine,
             flex::{
-                F16_MAX, Quantized, add_words, fits_widened, range_of, reads_codes, score_words,
-                through_range, unpack_parameters, write_codes,
+                F16_MAX, Quantized, add_words, column_ranges, encode_columns, fits_widened,
+                reads_codes, score_words, through_range, unpack_parameters,
             },
         },
         flex::{CpuCodec, PackedRun},
     },
     layout::PackedLayout,
+    simd,
 };
 use balance::{Scales, balance};
 
 /// A tile with its scales and the ranges of its groups.
 struct Prepared {
-    /// The numbers divided by the scales, `[tokens, head_dim]`.
-    numbers: Vec<f32>,
+    /// The numbers divided by the scales, `[group_size, width]`: a column for each group, and
+    /// columns of zeros up to whole vectors.
+    columns: Vec<f32>,
+    width: usize,
     scales: Scales,
-    /// The least number and the step of each group's codes, and the whole range.
     groups: Vec<Group>,
 }
 
 #[derive(Clone, Copy)]
 struct Group {
+    /// The least and the greatest number that codes stand for.
     range: (f32, f32),
     step: f32,
 }
@@ -54,16 +57,18 @@ impl Prepared {
             let token = 1.0 / token;
             row.iter_mut().zip(&channels).for_each(|(x, channel)| *x *= token * channel);
         }
-        let groups = match spec.granularity {
-            Granularity::PerChannel => (0..head_dim)
-                .map(|channel| group(numbers[channel..].iter().copied().step_by(head_dim), spec))
-                .collect(),
-            Granularity::PerToken => {
-                let rows = numbers.chunks_exact(head_dim);
-                rows.map(|row| group(row.iter().copied(), spec)).collect()
-            }
+        let n_groups = spec.groups(head_dim);
+        let width = n_groups.next_multiple_of(simd::lanes());
+        let columns = match spec.granularity {
+            Granularity::PerChannel if width == n_groups => numbers,
+            Granularity::PerChannel => columns(&numbers, head_dim, 1, n_groups, width),
+            Granularity::PerToken => columns(&numbers, 1, head_dim, n_groups, width),
         };
-        Self { numbers, scales, groups }
+        let mut ranges = column_ranges(&columns, width, spec.range, spec.max_code());
+        ranges.truncate(n_groups);
+        let max_code = spec.max_code() as f32;
+        let group = |range: (f32, f32)| Group { range, step: (range.1 - range.0) / max_code };
+        Self { columns, width, scales, groups: ranges.into_iter().map(group).collect() }
     }
 
     /// Returns the factor that is stored with the step and the minimum of a group, and the one that
@@ -78,20 +83,19 @@ impl Prepared {
     }
 }
 
-fn group(numbers: impl Iterator<Item = f32> + Clone, spec: &QuantSpec) -> Group {
-    let (min, max) = range_of(numbers, spec.range, spec.max_code());
-    Group { range: (min, max), step: (max - min) / spec.max_code() as f32 }
+/// Returns the rows `[numbers.len() / n, width]` whose column `j < n` is every `stride`-th number
+/// from `j * next` on.
+fn columns(numbers: &[f32], stride: usize, next: usize, n: usize, width: usize) -> Vec<f32> {
+    let mut columns = vec![0.0; numbers.len() / n * width];
+    for (i, row) in columns.chunks_exact_mut(width).enumerate() {
+        for (j, x) in row.iter_mut().take(n).enumerate() {
+            *x = numbers[i * stride + j * next];
+        }
+    }
+    columns
 }
 
 impl Group {
-    /// Returns the code of a number.
-    #[inline(always)]
-    fn code(&self, x: f32, max_code: f32) -> u32 {
-        let steps = ((x - self.range.0) / self.step).clamp(0.0, max_code);
-        // A step of 0 makes it NaN, which becomes code 0.
-        steps.round_ties_even() as u32
-    }
-
     /// Returns the parameter word: step and minimum, multiplied by a factor.
     fn parameter(&self, factor: f32) -> u32 {
         halves([self.step * factor, self.range.0 * factor])
@@ -112,39 +116,22 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
     let (groups, factors) = words.split_at_mut(words.len() - alone.len() / 2);
     let pairs = alone.as_chunks::<2>().0.iter();
     factors.iter_mut().zip(pairs).for_each(|(word, &pair)| *word = halves(pair));
-    let max_code = spec.max_code() as f32;
-    let write = match spec.n_bits {
-        2 => write_codes::<2>,
-        3 => write_codes::<3>,
-        _ => write_codes::<4>,
-    };
-    // Codes of a group are packed sixteen at a time.
+    let (mut min, mut steps) = (vec![0.0; tile.width], vec![0.0; tile.width]);
+    for ((min, step), group) in min.iter_mut().zip(&mut steps).zip(&tile.groups) {
+        (*min, *step) = (group.range.0, group.step);
+    }
     let code_words = spec.code_words();
-    let mut line = vec![0; code_words];
-    let mut codes = [0; 16];
+    let mut lines = vec![0; code_words * tile.width];
+    encode_columns(&tile.columns, &mut lines, spec.n_bits, &min, &steps);
     for (nth, (group, factor)) in tile.groups.iter().zip(with_groups).enumerate() {
         let (first, stride) = match spec.granularity {
             Granularity::PerChannel => (nth, head_dim),
-            Granularity::PerToken => (nth * head_dim, 1),
+            Granularity::PerToken => (nth * (code_words + 1), 1),
         };
-        for at in (0..spec.group_size).step_by(16) {
-            for (i, code) in codes.iter_mut().enumerate() {
-                *code = group.code(tile.numbers[first + (at + i) * stride], max_code);
-            }
-            write(&mut line, at, &codes);
-        }
-        match spec.granularity {
-            Granularity::PerChannel => {
-                let words = groups[nth..].iter_mut().step_by(head_dim);
-                words.zip(&line).for_each(|(word, &codes)| *word = codes);
-                groups[code_words * head_dim + nth] = group.parameter(factor);
-            }
-            Granularity::PerToken => {
-                let words = &mut groups[nth * (code_words + 1)..][..code_words + 1];
-                words[..code_words].copy_from_slice(&line);
-                words[code_words] = group.parameter(factor);
-            }
-        }
+        let codes = lines[nth..].iter().step_by(tile.width);
+        let words = groups[first..].iter_mut().step_by(stride);
+        words.zip(codes).for_each(|(word, &codes)| *word = codes);
+        groups[first + code_words * stride] = group.parameter(factor);
     }
 }
 
@@ -250,7 +237,8 @@ impl CpuCodec for Normalized {
                     Granularity::PerChannel => (nth..len).step_by(head_dim).collect(),
                     Granularity::PerToken => (nth * head_dim..(nth + 1) * head_dim).collect(),
                 };
-                let numbers: Vec<f32> = elements.iter().map(|&i| tile.numbers[i]).collect();
+                let numbers: Vec<f32> =
+                    tile.columns[nth..].iter().copied().step_by(tile.width).collect();
                 let mut of_numbers: Vec<f32> =
                     elements.iter().map(|&i| grad[i] * scale(i)).collect();
                 let Group { range, step } = *group;
