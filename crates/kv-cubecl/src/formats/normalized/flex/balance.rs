@@ -1,20 +1,60 @@
 //! The scales of the tokens and channels of a tile.
 
-use macerator::Simd;
+use macerator::{Scalar, Simd, Vector};
 
-use crate::formats::normalized::{DEVIATIONS, SCALES};
+use crate::{
+    formats::normalized::{DEVIATIONS, SCALES},
+    simd::{self, load, store},
+};
 
-/// The scales of a tile, by which its numbers are divided.
-#[derive(Clone, Debug)]
-pub(super) struct Scales {
-    /// The root mean square of the tile; 1 if all numbers are 0.
-    pub(super) rms: f32,
-    pub(super) tokens: Vec<f32>,
-    pub(super) channels: Vec<f32>,
+/// Numbers in rows. Their columns are padded with zeros to whole vectors.
+pub(super) struct Columns {
+    pub(super) numbers: Vec<f32>,
+    /// Numbers of a row, padding included.
+    pub(super) width: usize,
+    /// Number of columns without padding.
+    pub(super) len: usize,
 }
 
-/// Scales and deviations during the iterations.
-struct Axis {
+impl Columns {
+    /// Takes the columns of `rows`, `[.., len]`.
+    pub(super) fn new(rows: &[f32], len: usize) -> Self {
+        let mut columns = Self::zeros(rows.len() / len, len);
+        let padded = columns.numbers.chunks_exact_mut(columns.width);
+        for (to, from) in padded.zip(rows.chunks_exact(len)) {
+            to[..len].copy_from_slice(from);
+        }
+        columns
+    }
+
+    /// Takes rows of `row` numbers as columns.
+    pub(super) fn transposed(rows: &[f32], row: usize) -> Self {
+        let mut columns = Self::zeros(row, rows.len() / row);
+        for (column, numbers) in rows.chunks_exact(row).enumerate() {
+            let to = columns.numbers[column..].iter_mut().step_by(columns.width);
+            to.zip(numbers).for_each(|(to, &x)| *to = x);
+        }
+        columns
+    }
+
+    fn zeros(rows: usize, len: usize) -> Self {
+        let width = len.next_multiple_of(simd::lanes());
+        Self { numbers: vec![0.0; rows * width], width, len }
+    }
+
+    /// Divides the numbers by the scales of their row and column.
+    pub(super) fn divide(&mut self, rows: &[f32], columns: &[f32]) {
+        let columns: Vec<f32> = columns.iter().map(|scale| 1.0 / scale).collect();
+        for (row, scale) in self.numbers.chunks_exact_mut(self.width).zip(rows) {
+            let inverse = 1.0 / scale;
+            row.iter_mut().zip(&columns).for_each(|(x, column)| *x *= inverse * column);
+        }
+    }
+}
+
+/// The scales of columns, and their deviations, during the iterations.
+struct Axis<'a> {
+    columns: &'a Columns,
     scales: Vec<f32>,
     /// `1 / scale`.
     inverse: Vec<f32>,
@@ -22,9 +62,10 @@ struct Axis {
     deviations: Vec<f32>,
 }
 
-impl Axis {
-    fn new(n: usize) -> Self {
-        Self { scales: vec![1.0; n], inverse: vec![1.0; n], deviations: vec![0.0; n] }
+impl<'a> Axis<'a> {
+    fn new(columns: &'a Columns) -> Self {
+        let [scales, inverse, deviations] = [1.0, 1.0, 0.0].map(|x| vec![x; columns.width]);
+        Self { columns, scales, inverse, deviations }
     }
 
     /// Multiplies the scales by the deviations. These become the deviations of the tile with the
@@ -39,14 +80,19 @@ impl Axis {
         }
     }
 
+    /// Computes the deviations, given `1 / scale` of each row.
+    fn measure(&mut self, rows: &[f32]) {
+        measure(self.columns, rows, &mut self.deviations);
+        self.deviations.iter_mut().zip(&self.inverse).for_each(|(x, inverse)| *x *= inverse);
+    }
+
     /// Returns the quotient of the greatest and the least deviation.
     fn imbalance(&self) -> f32 {
         let (mut least, mut greatest) = (f32::INFINITY, 0.0f32);
-        for deviation in &self.deviations {
-            let deviation = clamped(*deviation);
+        for &deviation in &self.deviations[..self.columns.len] {
             (least, greatest) = (least.min(deviation), greatest.max(deviation));
         }
-        greatest / least
+        clamped(greatest) / clamped(least)
     }
 }
 
@@ -54,27 +100,19 @@ fn clamped(deviation: f32) -> f32 {
     deviation.clamp(DEVIATIONS.0, DEVIATIONS.1)
 }
 
-/// Returns the scales of the iteration with the least imbalance. Later iterations win ties.
-///
-/// `tile`, `[tokens, head_dim]`, is divided by its root mean square.
-pub(super) fn balance(tile: &mut [f32], head_dim: usize, iterations: u32) -> Scales {
-    let squares: f64 = tile.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    let rms = (squares / tile.len() as f64).sqrt() as f32;
-    let rms = if rms > 0.0 { rms } else { 1.0 };
-    tile.iter_mut().for_each(|x| *x /= rms);
-
-    let mut tokens = Axis::new(tile.len() / head_dim);
-    let mut channels = Axis::new(head_dim);
-    let mut sums = vec![0.0; 2 * head_dim];
-    measure_tokens(tile, &mut tokens, &channels);
-    measure_channels(tile, &tokens, &mut channels, &mut sums);
+/// Returns the scales of tokens and of channels after the iteration with the least imbalance. Later
+/// iterations win ties.
+pub(super) fn balance(tokens: &Columns, channels: &Columns, iterations: u32) -> [Vec<f32>; 2] {
+    let (mut tokens, mut channels) = (Axis::new(tokens), Axis::new(channels));
+    tokens.measure(&channels.inverse);
+    channels.measure(&tokens.inverse);
     let mut least = tokens.imbalance() + channels.imbalance();
     let mut best = [tokens.scales.clone(), channels.scales.clone()];
     for _ in 0..iterations {
         tokens.update();
-        measure_channels(tile, &tokens, &mut channels, &mut sums);
+        channels.measure(&tokens.inverse);
         channels.update();
-        measure_tokens(tile, &mut tokens, &channels);
+        tokens.measure(&channels.inverse);
         let imbalance = tokens.imbalance() + channels.imbalance();
         if imbalance <= least {
             least = imbalance;
@@ -82,60 +120,58 @@ pub(super) fn balance(tile: &mut [f32], head_dim: usize, iterations: u32) -> Sca
             best[1].copy_from_slice(&channels.scales);
         }
     }
-    let [tokens, channels] = best;
-    Scales { rms, tokens, channels }
+    best[0].truncate(tokens.columns.len);
+    best[1].truncate(channels.columns.len);
+    best
 }
 
-/// Computes the sample standard deviations of tokens over channels.
+/// Computes the sample standard deviation of each column, whose rows are multiplied by `factors`.
 #[macerator::with_simd]
-fn measure_tokens<S: Simd>(tile: &[f32], tokens: &mut Axis, channels: &Axis) {
-    let head_dim = channels.inverse.len();
-    let n = head_dim as f32;
-    let rows = tile.chunks_exact(head_dim).zip(&tokens.inverse);
-    for ((row, &inverse), deviation) in rows.zip(&mut tokens.deviations) {
-        // Sixteen sums side by side, which the compiler keeps in vectors.
-        let mut sums = [0.0f32; 16];
-        let parts = row.chunks(16).zip(channels.inverse.chunks(16));
-        for (row, scales) in parts.clone() {
-            for ((sum, &x), &scale) in sums.iter_mut().zip(row).zip(scales) {
-                *sum += x * scale;
-            }
-        }
-        let mean = sums.iter().sum::<f32>() / n;
-        let mut squares = [0.0f32; 16];
-        for (row, scales) in parts {
-            for ((sum, &x), &scale) in squares.iter_mut().zip(row).zip(scales) {
-                let x = x * scale - mean;
-                *sum += x * x;
-            }
-        }
-        let variance = squares.iter().sum::<f32>() / (n - 1.0).max(1.0);
-        *deviation = variance.sqrt() * inverse;
+fn measure<S: Simd>(columns: &Columns, factors: &[f32], deviations: &mut [f32]) {
+    let (lanes, mut first) = (f32::lanes::<S>(), 0);
+    while first + 4 * lanes <= columns.width {
+        measure_vectors::<S, 4>(columns, factors, first, deviations);
+        first += 4 * lanes;
+    }
+    while first < columns.width {
+        measure_vectors::<S, 1>(columns, factors, first, deviations);
+        first += lanes;
     }
 }
 
-/// Computes the sample standard deviations of channels over tokens. `sums` is scratch memory.
-#[macerator::with_simd]
-fn measure_channels<S: Simd>(tile: &[f32], tokens: &Axis, channels: &mut Axis, sums: &mut [f32]) {
-    let head_dim = channels.inverse.len();
-    let n = tokens.inverse.len() as f32;
-    let (means, squares) = sums.split_at_mut(head_dim);
-    means.fill(0.0);
-    squares.fill(0.0);
-    for (row, &scale) in tile.chunks_exact(head_dim).zip(&tokens.inverse) {
-        for (sum, &x) in means.iter_mut().zip(row) {
-            *sum += x * scale;
+/// Computes the deviations of `N` vectors of columns from `first` on.
+#[inline(always)]
+fn measure_vectors<S: Simd, const N: usize>(
+    columns: &Columns,
+    factors: &[f32],
+    first: usize,
+    deviations: &mut [f32],
+) {
+    let lanes = f32::lanes::<S>();
+    let rows = || columns.numbers.chunks_exact(columns.width).zip(factors);
+    let vectors = |row: &[f32]| -> [Vector<S, f32>; N] {
+        core::array::from_fn(|nth| load(&row[first + nth * lanes..]))
+    };
+    let n = (columns.numbers.len() / columns.width) as f32;
+    let mut means = [0.0f32.splat::<S>(); N];
+    for (row, factor) in rows() {
+        let factor = factor.splat();
+        for (sum, x) in means.iter_mut().zip(vectors(row)) {
+            *sum = x.mul_add(factor, *sum);
         }
     }
-    means.iter_mut().for_each(|sum| *sum /= n);
-    for (row, &scale) in tile.chunks_exact(head_dim).zip(&tokens.inverse) {
-        for ((sum, &x), &mean) in squares.iter_mut().zip(row).zip(&*means) {
-            let x = x * scale - mean;
-            *sum += x * x;
+    means.iter_mut().for_each(|sum| *sum = *sum / n.splat());
+    let mut squares = [0.0f32.splat::<S>(); N];
+    for (row, factor) in rows() {
+        let factor = factor.splat();
+        for ((sum, mean), x) in squares.iter_mut().zip(means).zip(vectors(row)) {
+            let x = x * factor - mean;
+            *sum = x.mul_add(x, *sum);
         }
     }
-    let scales = squares.iter().zip(&channels.inverse);
-    for ((&square, &inverse), deviation) in scales.zip(&mut channels.deviations) {
-        *deviation = (square / (n - 1.0).max(1.0)).sqrt() * inverse;
+    let out = &mut deviations[first..][..N * lanes];
+    for (out, squares) in out.chunks_exact_mut(lanes).zip(squares) {
+        store(out, squares / (n - 1.0).max(1.0).splat());
+        out.iter_mut().for_each(|variance| *variance = variance.sqrt());
     }
 }

@@ -24,17 +24,18 @@ use crate::{
         flex::{CpuCodec, PackedRun},
     },
     layout::PackedLayout,
-    simd,
 };
-use balance::{Scales, balance};
+use balance::{Columns, balance};
 
 /// A tile with its scales and the ranges of its groups.
 struct Prepared {
-    /// The numbers divided by the scales, `[group_size, width]`: a column for each group, and
-    /// columns of zeros up to whole vectors.
-    columns: Vec<f32>,
-    width: usize,
-    scales: Scales,
+    /// The root mean square of the tile; 1 if all numbers are 0.
+    rms: f32,
+    /// The scales by which the tile is divided after its root mean square.
+    tokens: Vec<f32>,
+    channels: Vec<f32>,
+    /// The divided numbers, a column for each group.
+    columns: Columns,
     groups: Vec<Group>,
 }
 
@@ -47,52 +48,43 @@ struct Group {
 
 impl Prepared {
     fn new(rows: &[f32], head_dim: usize, spec: &QuantSpec) -> Self {
-        let iterations = spec.tile.map_or(0, |tile| tile.iterations);
         // A NaN counts as 0, so that it changes no other number.
         let limited = |x: &f32| if x.is_nan() { 0.0 } else { x.clamp(-F16_MAX, F16_MAX) };
         let mut numbers: Vec<f32> = rows.iter().map(limited).collect();
-        let scales = balance(&mut numbers, head_dim, iterations);
-        let channels: Vec<f32> = scales.channels.iter().map(|scale| 1.0 / scale).collect();
-        for (row, token) in numbers.chunks_exact_mut(head_dim).zip(&scales.tokens) {
-            let token = 1.0 / token;
-            row.iter_mut().zip(&channels).for_each(|(x, channel)| *x *= token * channel);
+        // Sums side by side, which the compiler keeps in vectors.
+        let mut squares = [0f64; 8];
+        for part in numbers.as_chunks::<8>().0 {
+            squares.iter_mut().zip(part).for_each(|(sum, &x)| *sum += f64::from(x).powi(2));
         }
-        let n_groups = spec.groups(head_dim);
-        let width = n_groups.next_multiple_of(simd::lanes());
-        let columns = match spec.granularity {
-            Granularity::PerChannel if width == n_groups => numbers,
-            Granularity::PerChannel => columns(&numbers, head_dim, 1, n_groups, width),
-            Granularity::PerToken => columns(&numbers, 1, head_dim, n_groups, width),
+        let rms = (squares.iter().sum::<f64>() / numbers.len() as f64).sqrt() as f32;
+        let rms = if rms > 0.0 { rms } else { 1.0 };
+        numbers.iter_mut().for_each(|x| *x /= rms);
+
+        let by_token = Columns::transposed(&numbers, head_dim);
+        let by_channel = Columns::new(&numbers, head_dim);
+        let iterations = spec.tile.map_or(0, |tile| tile.iterations);
+        let [tokens, channels] = balance(&by_token, &by_channel, iterations);
+        let (mut columns, of_rows, of_columns) = match spec.granularity {
+            Granularity::PerChannel => (by_channel, &tokens, &channels),
+            Granularity::PerToken => (by_token, &channels, &tokens),
         };
-        let mut ranges = column_ranges(&columns, width, spec.range, spec.max_code());
-        ranges.truncate(n_groups);
+        columns.divide(of_rows, of_columns);
+        let ranges = column_ranges(&columns.numbers, columns.width, spec.range, spec.max_code());
         let max_code = spec.max_code() as f32;
         let group = |range: (f32, f32)| Group { range, step: (range.1 - range.0) / max_code };
-        Self { columns, width, scales, groups: ranges.into_iter().map(group).collect() }
+        let groups = ranges.into_iter().take(columns.len).map(group).collect();
+        Self { rms, tokens, channels, columns, groups }
     }
 
     /// Returns the factor that is stored with the step and the minimum of a group, and the one that
     /// is stored by itself.
     fn factors(&self, spec: &QuantSpec) -> (Vec<f32>, Vec<f32>) {
-        let Scales { rms, tokens, channels } = &self.scales;
-        let channels = channels.iter().map(|channel| channel * rms).collect();
+        let channels = self.channels.iter().map(|channel| channel * self.rms).collect();
         match spec.granularity {
-            Granularity::PerChannel => (channels, tokens.clone()),
-            Granularity::PerToken => (tokens.clone(), channels),
+            Granularity::PerChannel => (channels, self.tokens.clone()),
+            Granularity::PerToken => (self.tokens.clone(), channels),
         }
     }
-}
-
-/// Returns the rows `[numbers.len() / n, width]` whose column `j < n` is every `stride`-th number
-/// from `j * next` on.
-fn columns(numbers: &[f32], stride: usize, next: usize, n: usize, width: usize) -> Vec<f32> {
-    let mut columns = vec![0.0; numbers.len() / n * width];
-    for (i, row) in columns.chunks_exact_mut(width).enumerate() {
-        for (j, x) in row.iter_mut().take(n).enumerate() {
-            *x = numbers[i * stride + j * next];
-        }
-    }
-    columns
 }
 
 impl Group {
@@ -116,19 +108,20 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
     let (groups, factors) = words.split_at_mut(words.len() - alone.len() / 2);
     let pairs = alone.as_chunks::<2>().0.iter();
     factors.iter_mut().zip(pairs).for_each(|(word, &pair)| *word = halves(pair));
-    let (mut min, mut steps) = (vec![0.0; tile.width], vec![0.0; tile.width]);
+    let width = tile.columns.width;
+    let (mut min, mut steps) = (vec![0.0; width], vec![0.0; width]);
     for ((min, step), group) in min.iter_mut().zip(&mut steps).zip(&tile.groups) {
         (*min, *step) = (group.range.0, group.step);
     }
     let code_words = spec.code_words();
-    let mut lines = vec![0; code_words * tile.width];
-    encode_columns(&tile.columns, &mut lines, spec.n_bits, &min, &steps);
+    let mut lines = vec![0; code_words * width];
+    encode_columns(&tile.columns.numbers, &mut lines, spec.n_bits, &min, &steps);
     for (nth, (group, factor)) in tile.groups.iter().zip(with_groups).enumerate() {
         let (first, stride) = match spec.granularity {
             Granularity::PerChannel => (nth, head_dim),
             Granularity::PerToken => (nth * (code_words + 1), 1),
         };
-        let codes = lines[nth..].iter().step_by(tile.width);
+        let codes = lines[nth..].iter().step_by(width);
         let words = groups[first..].iter_mut().step_by(stride);
         words.zip(codes).for_each(|(word, &codes)| *word = codes);
         groups[first + code_words * stride] = group.parameter(factor);
@@ -230,15 +223,15 @@ impl CpuCodec for Normalized {
         let len = spec.block_tokens() * head_dim;
         for (rows, grad) in rows.chunks_exact(len).zip(grad.chunks_exact_mut(len)) {
             let tile = Prepared::new(rows, head_dim, &spec);
-            let Scales { rms, tokens, channels } = &tile.scales;
+            let Prepared { rms, tokens, channels, columns, groups } = &tile;
             let scale = |i: usize| rms * tokens[i / head_dim] * channels[i % head_dim];
-            for (nth, group) in tile.groups.iter().enumerate() {
+            for (nth, group) in groups.iter().enumerate() {
                 let elements: Vec<usize> = match spec.granularity {
                     Granularity::PerChannel => (nth..len).step_by(head_dim).collect(),
                     Granularity::PerToken => (nth * head_dim..(nth + 1) * head_dim).collect(),
                 };
                 let numbers: Vec<f32> =
-                    tile.columns[nth..].iter().copied().step_by(tile.width).collect();
+                    columns.numbers[nth..].iter().copied().step_by(columns.width).collect();
                 let mut of_numbers: Vec<f32> =
                     elements.iter().map(|&i| grad[i] * scale(i)).collect();
                 let Group { range, step } = *group;
