@@ -5,6 +5,7 @@
 //! The `kv-eval` program is a thin wrapper of these functions.
 
 pub mod bench;
+mod continuation;
 mod error;
 mod ids;
 mod index;
@@ -23,6 +24,7 @@ mod twin;
 mod versions;
 pub mod world;
 
+pub use continuation::{ContinuationPlan, Continuations, continuations};
 pub use error::{Error, Result};
 pub use index::{IndexRecall, KeyFormat, RecallCell, index_recall};
 pub use layers::layer_errors;

@@ -10,6 +10,7 @@ mod chat;
 mod cli;
 mod cli_errors;
 mod common;
+mod continuation;
 mod dtype;
 mod files_kept;
 mod generate;

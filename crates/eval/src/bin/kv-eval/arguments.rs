@@ -13,7 +13,7 @@ use crate::common::{BosArgs, note_short_text, read_ids};
 #[derive(Debug, clap::Args)]
 pub(crate) struct TextArgs {
     #[command(flatten)]
-    bos: BosArgs,
+    pub(crate) bos: BosArgs,
     /// A UTF-8 text file, or - for standard input.
     #[arg(id = "text", long = "text", short = 'f', value_name = "TEXT")]
     pub(crate) path: PathBuf,
@@ -81,6 +81,17 @@ pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
 
 pub(crate) fn configs<T: Clone>(caches: &[Named<T>]) -> Vec<T> {
     caches.iter().map(|named| named.value.clone()).collect()
+}
+
+/// Returns the float cache and `caches`, without repetition.
+pub(crate) fn with_float(caches: &[NamedCache]) -> Vec<ModelCacheConfig> {
+    let mut all = vec![ModelCacheConfig::from(KvCacheConfig::float())];
+    for cache in configs(caches) {
+        if !all.contains(&cache) {
+            all.push(cache);
+        }
+    }
+    all
 }
 
 /// Adds the files that policies of `caches` are read from.

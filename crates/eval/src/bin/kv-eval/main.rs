@@ -5,6 +5,7 @@ mod bench;
 mod built_in;
 mod common;
 mod compare;
+mod continuation;
 mod generate;
 mod generate_conversation;
 mod generate_interrupt;
@@ -73,6 +74,8 @@ enum Command {
     Index(index::Args),
     /// Hide passages or values in a long text, and see what the model finds again.
     Needle(needle::Args),
+    /// Continue passages of a text, and count the tokens until a cache changes the continuation.
+    Continue(continuation::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),
     /// Let a world model continue games with different caches, and compare its frames with the true
@@ -93,6 +96,7 @@ fn main() -> ExitCode {
             Some(Command::Twin(args)) => twin::run(&args),
             Some(Command::Index(args)) => index::run(&args),
             Some(Command::Needle(args)) => needle::run(&args),
+            Some(Command::Continue(args)) => continuation::run(&args),
             Some(Command::Search(args)) => search::run(&args),
             Some(Command::World(args)) => world::run(&args),
             Some(Command::Bench(bench)) => bench::run(&bench),

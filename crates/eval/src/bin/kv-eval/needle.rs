@@ -7,12 +7,11 @@ use kv_cli::{
     NamedFiles, Plain, cache_help, command_line, dispatch, exit_on_interrupt, note, open_folder,
     window_bar,
 };
-use kv_cubecl::{KvCacheConfig, On, Target};
+use kv_cubecl::{On, Target};
 use kv_eval::{Haystack, NeedlePlan, NeedleType, RetrievalPlan, RetrievalTask, needles, retrieval};
-use kv_models::ModelCacheConfig;
 
 use crate::{
-    arguments::{NamedCache, configs, policies},
+    arguments::{NamedCache, policies, with_float},
     common::{
         BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids, read_text, text_name,
     },
@@ -125,17 +124,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// Returns the float cache and the caches of the arguments, without duplicates.
-fn caches(args: &Args) -> Vec<ModelCacheConfig> {
-    let mut all = vec![ModelCacheConfig::from(KvCacheConfig::float())];
-    for cache in configs(&args.caches) {
-        if !all.contains(&cache) {
-            all.push(cache);
-        }
-    }
-    all
-}
-
 fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
     let device = On::<T>::open()?;
     let (screen, json) = args.json.open()?;
@@ -148,7 +136,7 @@ fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
     };
     let &PassageArgs { needle, cue, chunks } = &args.passages;
     let plan = NeedlePlan { context, needle, cue, chunks };
-    let caches = caches(args);
+    let caches = with_float(&args.caches);
     let request = MemoryRequest::new(caches.iter().cloned(), context).in_one_pass();
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &device)?;
@@ -175,7 +163,7 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
         open_folder("report", folder)?;
     }
     let (screen, json) = args.json.open()?;
-    let caches = caches(args);
+    let caches = with_float(&args.caches);
     let most = args.context.iter().copied().max().unwrap_or(0);
     let request =
         MemoryRequest { generates: true, ..MemoryRequest::new(caches.iter().cloned(), most) };

@@ -94,7 +94,7 @@ pub(super) fn flush(
         let first = (before[side] / block_tokens).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
         // A word of a tile takes about as long as this many other words.
-        let effort = if spec.tile.is_some() { 64 } else { 1 };
+        let effort = if spec.tile.is_some() { 32 } else { 1 };
         let due_words = effort * spec.words((last - first) * block_tokens, head_dim);
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {
             let mut rows = vec![0.0; block_tokens * head_dim];
