@@ -19,7 +19,7 @@ pub use kv_cubecl;
 pub use memory::{MemorySize, memory_limit};
 pub use output::{OutFile, Screen, note, notes, open_folder, uninterrupted};
 pub use overwrite::NamedFiles;
-pub use progress::{load_bar, token_bar, window_bar};
+pub use progress::{count_bar, load_bar, token_bar};
 pub use signals::{INTERRUPTED, exit_interrupted, exit_on_interrupt, on_interrupt};
 pub use start::{command_line, error_line, once, start};
 pub use threads::ThreadArgs;

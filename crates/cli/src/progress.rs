@@ -12,10 +12,10 @@ pub fn load_bar(total: usize) -> ProgressBar {
     bar(total, "{bar:20} {decimal_bytes}/{decimal_total_bytes} loaded, {eta} left")
 }
 
-/// Creates a progress bar of eval windows, whose number is set later. It is drawn only if standard
+/// Creates a progress bar of a number of parts, which is set later. It is drawn only if standard
 /// error is a terminal.
-pub fn window_bar() -> ProgressBar {
-    bar(0, "{bar:20} {pos}/{len} windows, {eta} left")
+pub fn count_bar() -> ProgressBar {
+    bar(0, "{bar:20} {pos}/{len}, {eta} left")
 }
 
 fn bar(total: usize, style: &str) -> ProgressBar {

@@ -1,4 +1,5 @@
-//! How long a model generates the same text with a quantized cache as with a float one.
+//! Counts the tokens that a model generates with a quantized cache before they differ from those
+//! with the float cache.
 
 use core::fmt;
 
@@ -8,7 +9,7 @@ use kv_report::Table;
 use serde::Serialize;
 use tracing::trace_span;
 
-use crate::{Error, Result, bench::median, ids};
+use crate::{Error, Result, ids};
 
 /// The prompts of [`continuations`].
 #[derive(Clone, Debug, Serialize)]
@@ -24,12 +25,12 @@ pub struct ContinuationPlan {
 }
 
 impl ContinuationPlan {
-    /// Returns the tokens of text that are needed.
+    /// Returns the number of text tokens that all prompts need.
     pub fn text(&self) -> usize {
         self.prompts.saturating_mul(self.passage())
     }
 
-    /// Returns the tokens of a prompt that are text.
+    /// Returns the number of text tokens in a prompt.
     fn passage(&self) -> usize {
         self.context.saturating_sub(usize::from(self.bos.is_some()))
     }
@@ -42,7 +43,11 @@ impl ContinuationPlan {
         least("prompts", self.prompts)?;
         least("generate", self.generate)?;
         if self.passage() == 0 {
-            return Err(Error::plan("context", self.context, "has no token of text"));
+            let rule = match self.bos {
+                Some(_) => "must be at least 2, because prompts start with a begin-of-text token",
+                None => "must be at least 1",
+            };
+            return Err(Error::plan("context", self.context, rule));
         }
         let positions = model.max_positions();
         if self.context.saturating_add(self.generate) > positions {
@@ -53,7 +58,12 @@ impl ContinuationPlan {
             return Err(Error::plan("context", self.context, rule));
         }
         if tokens < self.text() {
-            let rule = format!("must have {} tokens for all prompts", self.text());
+            let rule = format!(
+                "must have {} tokens for {} prompts of {}; lower prompts or context",
+                self.text(),
+                self.prompts,
+                self.passage()
+            );
             return Err(Error::plan("text", tokens, rule));
         }
         Ok(())
@@ -67,13 +77,13 @@ pub struct Continuations {
     pub plan: ContinuationPlan,
     /// The short names of the caches.
     pub caches: Vec<String>,
-    /// The tokens that each cache generates before its first other token than with the first cache,
-    /// by cache and prompt.
+    /// For each cache and prompt, the number of generated tokens before the first that differs from
+    /// the first cache's.
     pub agreed: Vec<Vec<usize>>,
 }
 
-/// Lets `model` continue passages of a text greedily with each of `caches`, past end-of-text tokens,
-/// and counts the tokens until a text differs from that of the first cache, which should be float.
+/// Continues passages of a text greedily with each of `caches`, past end-of-text tokens. Counts the
+/// tokens before the output differs from that of the first cache, which should be float.
 ///
 /// # Errors
 /// [`Error::Plan`] for a setting out of range, and for a text that is too short; and the errors of
@@ -87,26 +97,25 @@ pub fn continuations<T: Target>(
     mut progress: impl FnMut(),
 ) -> Result<Continuations> {
     ids::check(ids, model)?;
+    ids::check(plan.bos.as_slice(), model)?;
     plan.check(model, ids.len())?;
     let options =
         GenerateOptions { max_tokens: plan.generate, ..GenerateOptions::suiting(model, device) };
     let mut agreed = vec![vec![]; caches.len()];
     for passage in ids.chunks(plan.passage()).take(plan.prompts) {
         let prompt: Vec<u32> = plan.bos.iter().chain(passage).copied().collect();
-        let mut first = None;
+        let mut first: Option<Vec<u32>> = None;
         for (cache, agreed) in caches.iter().zip(&mut agreed) {
             let _phase = trace_span!(target: PHASE, "continuation", cache = %cache).entered();
             let config = cache.clone().with_capacity(plan.context + plan.generate);
             let mut cache = model.new_cache(&config, 1, device)?;
             let mut same = 0;
             let generated = generate(model, &mut cache, &prompt, &options, device, |id| {
-                let Some(first) = &first else { return true };
-                let first: &Vec<u32> = first;
-                let agrees = first.get(same) == Some(&id);
+                let agrees = first.as_ref().is_none_or(|first| first.get(same) == Some(&id));
                 same += usize::from(agrees);
                 agrees
             })?;
-            agreed.push(if first.is_some() { same } else { generated.ids.len() });
+            agreed.push(same);
             first.get_or_insert(generated.ids);
             progress();
         }
@@ -119,20 +128,19 @@ impl fmt::Display for Continuations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ContinuationPlan { prompts, context, generate, .. } = self.plan;
         writeln!(f, "{prompts} prompts of {context} tokens, {generate} generated after each")?;
-        let mut table = Table::new(["cache", "mean", "median", "least", "identical"]);
+        let mut table = Table::new(["cache", "mean", "least", "identical"]);
         for (cache, agreed) in self.caches.iter().zip(&self.agreed) {
-            let mut all: Vec<f64> = agreed.iter().map(|&tokens| tokens as f64).collect();
-            let mean = all.iter().sum::<f64>() / all.len() as f64;
+            let mean = agreed.iter().sum::<usize>() as f64 / agreed.len() as f64;
+            let least = agreed.iter().min().copied().unwrap_or(0);
             let identical = agreed.iter().filter(|&&tokens| tokens == generate).count();
             table.push([
                 cache.clone(),
                 format!("{mean:.1}"),
-                format!("{:.0}", median(&mut all)),
-                format!("{:.0}", all[0]),
+                least.to_string(),
                 format!("{identical}/{prompts}"),
             ]);
         }
         write!(f, "{table}")?;
-        writeln!(f, "mean, median, least: tokens that are equal before the first other token")
+        writeln!(f, "mean, least: generated tokens before the first that differs from float's")
     }
 }

@@ -98,16 +98,25 @@ pub struct LlmPoint {
     pub forward_tokens_per_second: Spread,
     /// Seconds until the first token after a prompt is picked.
     pub first_token_seconds: Option<Spread>,
-    /// The longest forward pass of a generated token, as a multiple of the median one: a flush may
-    /// delay it. Each token counts with the fastest of its repetitions.
-    pub longest_step: Option<f64>,
+    /// The longest decode step.
+    pub longest_step: Option<LongestStep>,
+}
+
+/// The longest decode step, where each step counts with its fastest repetition. It shows how long a
+/// flush delays a token.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LongestStep {
+    /// Tokens in the cache before the step.
+    pub tokens: usize,
+    /// Its time divided by that of the median step.
+    pub over_median: f64,
 }
 
 /// Seconds of one repetition.
 #[derive(Clone, Debug)]
 struct Pass {
     wall: f64,
-    /// Of each forward pass.
+    /// Seconds of each forward pass.
     forward: Vec<f64>,
 }
 
@@ -166,7 +175,7 @@ pub fn time_llm<T: Target>(
                 ..point("pp", plan.prompt, prompts)
             });
             points.push(LlmPoint {
-                longest_step: Some(longest_step(texts)),
+                longest_step: longest_step(texts, depth),
                 ..point("tg", plan.generate, texts)
             });
         }
@@ -200,14 +209,15 @@ impl LlmPoint {
     }
 }
 
-/// Returns [`LlmPoint::longest_step`].
-fn longest_step(passes: &[Pass]) -> f64 {
+/// Returns the longest of the steps from `depth` tokens on.
+fn longest_step(passes: &[Pass], depth: usize) -> Option<LongestStep> {
     let steps = passes.first().map_or(0, |pass| pass.forward.len());
     let fastest =
         |step: usize| passes.iter().map(|pass| pass.forward[step]).fold(f64::MAX, f64::min);
     let mut steps: Vec<f64> = (0..steps).map(fastest).collect();
-    let longest = steps.iter().copied().fold(0.0, f64::max);
-    longest / super::median(&mut steps)
+    let (nth, &longest) = steps.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1))?;
+    let over_median = longest / super::median(&mut steps);
+    Some(LongestStep { tokens: depth + nth, over_median })
 }
 
 /// Copies a cache into its own memory, so copying is not timed.
@@ -289,7 +299,8 @@ mod tests {
         let pass = |forward: [f64; 5]| Pass { wall: 9.0, forward: forward.into() };
         // The first repetition was disturbed at its fourth step.
         let passes = [pass([1.0, 2.5, 1.0, 8.0, 1.5]), pass([1.25, 2.0, 1.0, 1.0, 1.0])];
-        assert_eq!(longest_step(&passes), 2.0);
+        let expected = LongestStep { tokens: 101, over_median: 2.0 };
+        assert_eq!(longest_step(&passes, 100), Some(expected));
     }
 
     #[test]

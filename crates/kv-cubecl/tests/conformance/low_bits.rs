@@ -1,6 +1,5 @@
 //! Ranges that clip, variance-normalized tiles, and Lloyd-Max codes. Codes of tiles follow from
-//! logarithms and exponentials in f32, so a few of them may be on the other side of a rounding
-//! edge.
+//! many sums and products in f32, so a few of them may be on the other side of a rounding edge.
 
 use kv_cubecl::{
     Granularity, GroupRange, KvCacheConfig, KvFormat, Logical, On, Side, SteGradient, Target,
@@ -269,9 +268,37 @@ fn odd_tiles<T: Target>(on: &On<T>) {
     let mut rows = normal.clone();
     rows.data[64..640].fill(0.0);
     hosts.push(("zero rows", rows));
+    check_tiles(on, &hosts, ["kvn2vvn2-t64-c0", "kvn3vvn3-t64", "kvn2vvn2", "kvn4vvn4-i0"]);
+    // Rows and columns that do not fill vectors.
+    for (head_dim, name) in [(8, "kvn4vvn4-t64"), (16, "kvn2vvn2-t64")] {
+        let narrow = Host::normal(&mut rng, [1, 2, 128, head_dim]);
+        check_tiles(on, &[("narrow", narrow)], [name]);
+    }
+    // A NaN counts as 0, and infinities as the largest number of f16.
+    let (mut odd, mut finite) = (normal.clone(), normal);
+    for (place, (x, y)) in [(f32::NAN, 0.0), (f32::INFINITY, 65504.0), (-f32::INFINITY, -65504.0)]
+        .into_iter()
+        .enumerate()
+    {
+        odd.data[70 * place + 3] = x;
+        finite.data[70 * place + 3] = y;
+    }
+    let config: KvCacheConfig = "kvn3vvn3".parse().unwrap();
+    for side in Side::BOTH {
+        let codes = |host: &Host| quantize_side(host.on(on), side, &config).unwrap().to_logical();
+        assert_eq!(codes(&odd), codes(&finite), "{side}");
+    }
+}
+
+/// Checks restored tiles against the oracle.
+fn check_tiles<T: Target, const N: usize>(
+    on: &On<T>,
+    hosts: &[(&str, Host)],
+    names: [&'static str; N],
+) {
     for (what, host) in hosts {
-        for name in sampled::<T, _>(["kvn2vvn2-t64-c0", "kvn3vvn3-t64", "kvn2vvn2", "kvn4vvn4-i0"])
-        {
+        let shape = host.shape;
+        for name in sampled::<T, _>(names) {
             let config: KvCacheConfig = name.parse().unwrap();
             for side in Side::BOTH {
                 let fake = fake_quantize_side(host.on(on), side, &config, SteGradient::Identity);

@@ -391,7 +391,8 @@ fn observers_receive_the_outputs_of_a_cache() {
     }
 }
 
-/// Whole sequences, the last tokens one by one, and `KV_CASES` random partitions into calls, or one.
+/// Whole sequences, the last tokens one by one, a random partition into calls, and random partitions
+/// of `KV_PARTITIONS` prefixes.
 #[cfg(feature = "wgpu")]
 #[test]
 fn golden_logits_on_wgpu() {
@@ -403,7 +404,7 @@ fn golden_logits_on_wgpu() {
 
     let device = On::<Wgpu>::open().unwrap();
     let rng = &mut Xoshiro256PlusPlus::seed_from_u64(3);
-    let cases: usize = std::env::var("KV_CASES").map_or(1, |cases| cases.parse().unwrap());
+    let prefixes = std::env::var("KV_PARTITIONS").map_or(0, |n| n.parse().expect("a number"));
     for folder in golden() {
         let expected = expected(&folder, &device);
         let model = load(&folder, &device).unwrap().model;
@@ -417,11 +418,12 @@ fn golden_logits_on_wgpu() {
         check(model.forward(expected.ids.clone(), config("float", seq)).unwrap(), 0, "at once");
         // A step of this model takes seconds on a software driver.
         let one_by_one = [vec![seq - 9], vec![1; 9]].concat();
-        let random = (0..cases).map(|_| {
+        let whole = partition(rng, seq);
+        let random = (0..prefixes).map(|_| {
             let tokens = rng.random_range(60..=200.min(seq));
             partition(rng, tokens)
         });
-        for sizes in core::iter::once(one_by_one).chain(random) {
+        for sizes in [one_by_one, whole].into_iter().chain(random) {
             let mut cache = model.new_cache(config("float", seq), batch, &device).unwrap();
             for size in &sizes {
                 let first = cache.len();

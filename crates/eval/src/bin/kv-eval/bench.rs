@@ -50,8 +50,10 @@ enum Bench {
     Decode(DecodeArgs),
     /// Time prefill of a whole model into an empty cache.
     Prefill(PrefillArgs),
-    /// Time prefill and decode by depth, as in llama.cpp's llama-bench; of generated tokens also the
-    /// longest step, which is the fastest of its repetitions, over the median step.
+    /// Time prefill and decode by depth, as in llama.cpp's llama-bench.
+    ///
+    /// "longest" is the longest decode step over the median one, each step by its fastest
+    /// repetition, and "at" the tokens in the cache before it.
     Llm(LlmArgs),
     /// Time appending a token, and steps that flush keys from the residual.
     #[command(after_help = "Examples:

@@ -1,7 +1,7 @@
-//! `kv-eval continue`: counts generated tokens until a cache changes the text.
+//! `kv-eval continue`: counts the generated tokens before a cache changes the text.
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, window_bar};
+use kv_cli::{NamedFiles, Plain, cache_help, count_bar, dispatch, exit_on_interrupt};
 use kv_cubecl::{On, Target};
 use kv_eval::{ContinuationPlan, continuations};
 
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    #[arg(long = "cache", help = cache_help("A cache to compare with float, repeatable"))]
+    #[arg(long = "cache", required = true, help = cache_help("A cache to compare with float, repeatable"))]
     caches: Vec<NamedCache>,
     /// Number of prompts: passages of the text that follow each other.
     #[arg(long, default_value_t = 8)]
@@ -61,7 +61,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let bos = args.text.bos.choose(&tokenizer)?;
     let plan = ContinuationPlan { prompts, context, generate, bos };
     let (ids, _) = read_ids(&args.text.path, &tokenizer, Some(plan.text()))?;
-    let bar = window_bar();
+    let bar = count_bar();
     bar.set_length(caches.len().saturating_mul(prompts) as u64);
     let found = continuations(&device, &model, &ids, &caches, plan, || bar.inc(1));
     bar.finish_and_clear();

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, OutFile, Plain, dispatch, exit_on_interrupt, window_bar};
+use kv_cli::{NamedFiles, OutFile, Plain, count_bar, dispatch, exit_on_interrupt};
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{KeyFormat, Mode, Plan, index_recall};
 use kv_models::ModelCacheConfig;
@@ -73,7 +73,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let formats: Vec<KeyFormat> = keys
         .flat_map(|&codes| [false, true].map(|hadamard| KeyFormat { codes, hadamard }))
         .collect();
-    let bar = window_bar();
+    let bar = count_bar();
     let found = index_recall(&device, &model, &plan, &formats, |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);

@@ -74,7 +74,7 @@ enum Command {
     Index(index::Args),
     /// Hide passages or values in a long text, and see what the model finds again.
     Needle(needle::Args),
-    /// Continue passages of a text, and count the tokens until a cache changes the continuation.
+    /// Continue passages of a text, and count the tokens before a cache changes the output.
     Continue(continuation::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),

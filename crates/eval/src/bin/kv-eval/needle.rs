@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use kv_cli::{
-    NamedFiles, Plain, cache_help, command_line, dispatch, exit_on_interrupt, note, open_folder,
-    window_bar,
+    NamedFiles, Plain, cache_help, command_line, count_bar, dispatch, exit_on_interrupt, note,
+    open_folder,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::{Haystack, NeedlePlan, NeedleType, RetrievalPlan, RetrievalTask, needles, retrieval};
@@ -143,7 +143,7 @@ fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
     note_policies(&caches, model.spec());
     let (ids, _) = read_ids(text, &tokenizer, Some(plan.text()))?;
     note_short_text(&ids, Some(plan.text()));
-    let bar = window_bar();
+    let bar = count_bar();
     bar.set_length(caches.len().saturating_mul(chunks) as u64);
     let found = needles(&device, &model, &ids, &caches, plan, |_| bar.inc(1));
     bar.finish_and_clear();
@@ -182,7 +182,7 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
         seed: *seed,
         bos: args.tasks.bos.choose(&tokenizer)?,
     };
-    let bar = window_bar();
+    let bar = count_bar();
     bar.set_length(plan.prompts().saturating_mul(caches.len()) as u64);
     let found = retrieval(&device, &model, &tokenizer, &caches, plan, |_| bar.inc(1));
     bar.finish_and_clear();

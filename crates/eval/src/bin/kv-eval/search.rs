@@ -12,8 +12,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{
-    MemorySize, NamedFiles, OutFile, Plain, Screen, dispatch, exit_interrupted, on_interrupt,
-    window_bar,
+    MemorySize, NamedFiles, OutFile, Plain, Screen, count_bar, dispatch, exit_interrupted,
+    on_interrupt,
 };
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{
@@ -187,7 +187,7 @@ fn searched<T: Target>(
     interrupt: &Interrupt,
 ) -> Result<Option<Found>> {
     interrupt.searching.store(true, Ordering::SeqCst);
-    let bar = window_bar();
+    let bar = count_bar();
     let found = search(device, model, plan, |progress| {
         bar.set_length(progress.of as u64);
         bar.set_position(progress.done as u64);

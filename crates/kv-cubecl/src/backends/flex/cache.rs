@@ -93,7 +93,7 @@ pub(super) fn flush(
         // Of more than there is room for, only the newest are kept.
         let first = (before[side] / block_tokens).max(last.saturating_sub(room));
         let slice_words = place.slice_words();
-        // A word of a tile takes about as long as this many other words.
+        // A word of a tile takes about 32 times as long as another word.
         let effort = if spec.tile.is_some() { 32 } else { 1 };
         let due_words = effort * spec.words((last - first) * block_tokens, head_dim);
         for_each_slice(words, slices, slice_words, due_words, |slice, words| {

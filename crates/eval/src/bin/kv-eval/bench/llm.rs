@@ -79,6 +79,7 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
     bar.finish_and_clear();
     let mut table = Table::new([
         "test", "depth", "cache", "tokens/s", "+-", "forward", "+-", "first ms", "+-", "longest",
+        "at",
     ]);
     let cells = |spread: Spread, scale: f64| {
         [spread.mean, spread.deviation].map(|x| format!("{:.1}", x * scale))
@@ -88,6 +89,10 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
         let [forward, forward_spread] = cells(point.forward_tokens_per_second, 1.0);
         let first = point.first_token_seconds.map(|seconds| cells(seconds, 1e3));
         let [first, first_spread] = first.unwrap_or_default();
+        let longest = point.longest_step;
+        let [longest, at] = longest
+            .map(|step| [format!("{:.2}x", step.over_median), step.tokens.to_string()])
+            .unwrap_or_default();
         let (test, depth, cache) = (&point.test, point.depth, &point.cache);
         table.push([
             test.clone(),
@@ -99,7 +104,8 @@ pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()
             forward_spread,
             first,
             first_spread,
-            point.longest_step.map_or(String::new(), |times| format!("{times:.2}x")),
+            longest,
+            at,
         ]);
     }
     sinks.finish(&device, copied, &table, None, &points)

@@ -142,8 +142,8 @@ fn encode_vector_of_columns<S: Simd>(
     }
 }
 
-/// Writes the codes of all columns of `rows` into lines of words. There is a minimum and a step for
-/// each column, and columns fill whole vectors.
+/// Writes the codes of all columns of `rows` into lines of words. `min` and `steps` have one number
+/// for each column, and columns fill whole vectors.
 #[macerator::with_simd]
 pub(in crate::formats) fn encode_columns<S: Simd>(
     rows: &[f32],
@@ -152,6 +152,7 @@ pub(in crate::formats) fn encode_columns<S: Simd>(
     min: &[f32],
     steps: &[f32],
 ) {
+    debug_assert!(min.len().is_multiple_of(f32::lanes::<S>()));
     let divisors: Vec<f32> = steps.iter().map(|&step| divisor(step)).collect();
     for column in (0..min.len()).step_by(f32::lanes::<S>()) {
         let (low, divisors) = (load(&min[column..]), load(&divisors[column..]));

@@ -9,7 +9,7 @@ use crate::formats::GroupRange;
 /// elements are NaN.
 ///
 /// Sums are f64: a deviation that is small beside the mean would be lost in f32.
-pub(in crate::formats) fn range_of(
+pub(super) fn range_of(
     elements: impl Iterator<Item = f32> + Clone,
     range: GroupRange,
     max_code: u32,
@@ -36,8 +36,8 @@ fn clipped((min, max): (f32, f32), mean: f64, deviation: f64, hundredths: u16) -
     (min.max((mean - reach) as f32), max.min((mean + reach) as f32))
 }
 
-/// Returns the [range](range_of) of each column of `rows`, `[.., width]`. All numbers are finite
-/// and fit f16.
+/// Returns the [range](range_of) of each column of `rows`, `[.., width]`, bit for bit. The numbers
+/// must be finite and at most [`F16_MAX`] in magnitude.
 #[macerator::with_simd]
 pub(in crate::formats) fn column_ranges<S: Simd>(
     rows: &[f32],
@@ -50,26 +50,34 @@ pub(in crate::formats) fn column_ranges<S: Simd>(
         return (0..width).map(|nth| range_of(column(nth), range, max_code)).collect();
     }
     let (mut min, mut max) = (vec![F16_MAX; width], vec![-F16_MAX; width]);
-    let (mut means, mut squares) = (vec![0f64; width], vec![0f64; width]);
     for row in rows.chunks_exact(width) {
         min.iter_mut().zip(row).for_each(|(min, &x)| *min = min.min(x));
         max.iter_mut().zip(row).for_each(|(max, &x)| *max = max.max(x));
-        means.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
     }
     let extremes = min.into_iter().zip(max);
     let GroupRange::Sigma(hundredths) = range else { return extremes.collect() };
     let n = (rows.len() / width) as f64;
+    let (mut means, mut squares) = (vec![0f64; width], vec![0f64; width]);
+    for row in rows.chunks_exact(width) {
+        means.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
     means.iter_mut().for_each(|sum| *sum /= n);
     for row in rows.chunks_exact(width) {
         for ((square, &mean), &x) in squares.iter_mut().zip(&means).zip(row) {
             *square += (f64::from(x) - mean).powi(2);
         }
     }
-    let moments = means.iter().zip(squares);
-    let ranges = extremes.zip(moments).map(|(extremes, (&mean, square))| {
-        clipped(extremes, mean, (square / (n - 1.0).max(1.0)).sqrt(), hundredths)
+    let moments = means.into_iter().zip(squares);
+    let ranges = extremes.zip(moments).map(|(extremes, (mean, squares))| {
+        clipped(extremes, mean, sample_deviation(squares, n), hundredths)
     });
     ranges.collect()
+}
+
+/// Returns the sample standard deviation of `n` numbers with this sum of squared differences from
+/// their mean.
+fn sample_deviation(squares: f64, n: f64) -> f64 {
+    (squares / (n - 1.0).max(1.0)).sqrt()
 }
 
 /// Returns the mean and the sample standard deviation; 0 for fewer than two numbers.
@@ -77,7 +85,7 @@ pub(super) fn moments(numbers: impl Iterator<Item = f32> + Clone) -> (f64, f64) 
     let n = numbers.clone().count() as f64;
     let mean = numbers.clone().map(f64::from).sum::<f64>() / n.max(1.0);
     let squares: f64 = numbers.map(|x| (f64::from(x) - mean).powi(2)).sum();
-    (mean, (squares / (n - 1.0).max(1.0)).sqrt())
+    (mean, sample_deviation(squares, n))
 }
 
 /// Returns a [part](GroupRange::PARTS) of a range around its middle.

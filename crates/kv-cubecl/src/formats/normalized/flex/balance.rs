@@ -1,13 +1,13 @@
 //! The scales of the tokens and channels of a tile.
 
-use macerator::{Scalar, Simd, Vector};
+use macerator::{Scalar, Simd};
 
 use crate::{
     formats::normalized::{DEVIATIONS, SCALES},
     simd::{self, load, store},
 };
 
-/// Numbers in rows. Their columns are padded with zeros to whole vectors.
+/// A matrix by rows. Each row is padded with zeros to whole vectors.
 pub(super) struct Columns {
     pub(super) numbers: Vec<f32>,
     /// Numbers of a row, padding included.
@@ -17,7 +17,7 @@ pub(super) struct Columns {
 }
 
 impl Columns {
-    /// Takes the columns of `rows`, `[.., len]`.
+    /// Copies `rows`, `[.., len]`.
     pub(super) fn new(rows: &[f32], len: usize) -> Self {
         let mut columns = Self::zeros(rows.len() / len, len);
         let padded = columns.numbers.chunks_exact_mut(columns.width);
@@ -27,10 +27,10 @@ impl Columns {
         columns
     }
 
-    /// Takes rows of `row` numbers as columns.
-    pub(super) fn transposed(rows: &[f32], row: usize) -> Self {
-        let mut columns = Self::zeros(row, rows.len() / row);
-        for (column, numbers) in rows.chunks_exact(row).enumerate() {
+    /// Copies the transpose of `rows`, `[.., row_len]`.
+    pub(super) fn transposed(rows: &[f32], row_len: usize) -> Self {
+        let mut columns = Self::zeros(row_len, rows.len() / row_len);
+        for (column, numbers) in rows.chunks_exact(row_len).enumerate() {
             let to = columns.numbers[column..].iter_mut().step_by(columns.width);
             to.zip(numbers).for_each(|(to, &x)| *to = x);
         }
@@ -68,8 +68,7 @@ impl<'a> Axis<'a> {
         Self { columns, scales, inverse, deviations }
     }
 
-    /// Multiplies the scales by the deviations. These become the deviations of the tile with the
-    /// new scales.
+    /// Multiplies the scales by the deviations, and updates the deviations to match the new scales.
     fn update(&mut self) {
         let scales = self.scales.iter_mut().zip(&mut self.inverse);
         for ((scale, inverse), deviation) in scales.zip(&mut self.deviations) {
@@ -82,7 +81,7 @@ impl<'a> Axis<'a> {
 
     /// Computes the deviations, given `1 / scale` of each row.
     fn measure(&mut self, rows: &[f32]) {
-        measure(self.columns, rows, &mut self.deviations);
+        column_deviations(self.columns, rows, &mut self.deviations);
         self.deviations.iter_mut().zip(&self.inverse).for_each(|(x, inverse)| *x *= inverse);
     }
 
@@ -125,53 +124,50 @@ pub(super) fn balance(tokens: &Columns, channels: &Columns, iterations: u32) -> 
     best
 }
 
-/// Computes the sample standard deviation of each column, whose rows are multiplied by `factors`.
+/// Computes the sample standard deviation of each column after multiplying every row by its factor.
 #[macerator::with_simd]
-fn measure<S: Simd>(columns: &Columns, factors: &[f32], deviations: &mut [f32]) {
+fn column_deviations<S: Simd>(columns: &Columns, factors: &[f32], deviations: &mut [f32]) {
     let (lanes, mut first) = (f32::lanes::<S>(), 0);
     while first + 4 * lanes <= columns.width {
-        measure_vectors::<S, 4>(columns, factors, first, deviations);
+        vectors_of_deviations::<S, 4>(columns, factors, first, deviations);
         first += 4 * lanes;
     }
     while first < columns.width {
-        measure_vectors::<S, 1>(columns, factors, first, deviations);
+        vectors_of_deviations::<S, 1>(columns, factors, first, deviations);
         first += lanes;
     }
 }
 
 /// Computes the deviations of `N` vectors of columns from `first` on.
 #[inline(always)]
-fn measure_vectors<S: Simd, const N: usize>(
+fn vectors_of_deviations<S: Simd, const N: usize>(
     columns: &Columns,
     factors: &[f32],
     first: usize,
     deviations: &mut [f32],
 ) {
     let lanes = f32::lanes::<S>();
-    let rows = || columns.numbers.chunks_exact(columns.width).zip(factors);
-    let vectors = |row: &[f32]| -> [Vector<S, f32>; N] {
-        core::array::from_fn(|nth| load(&row[first + nth * lanes..]))
-    };
     let n = (columns.numbers.len() / columns.width) as f32;
     let mut means = [0.0f32.splat::<S>(); N];
-    for (row, factor) in rows() {
+    for (row, factor) in columns.numbers.chunks_exact(columns.width).zip(factors) {
         let factor = factor.splat();
-        for (sum, x) in means.iter_mut().zip(vectors(row)) {
-            *sum = x.mul_add(factor, *sum);
+        for (nth, sum) in means.iter_mut().enumerate() {
+            *sum = load::<S, f32>(&row[first + nth * lanes..]).mul_add(factor, *sum);
         }
     }
-    means.iter_mut().for_each(|sum| *sum = *sum / n.splat());
+    for mean in &mut means {
+        *mean = *mean / n.splat();
+    }
     let mut squares = [0.0f32.splat::<S>(); N];
-    for (row, factor) in rows() {
+    for (row, factor) in columns.numbers.chunks_exact(columns.width).zip(factors) {
         let factor = factor.splat();
-        for ((sum, mean), x) in squares.iter_mut().zip(means).zip(vectors(row)) {
-            let x = x * factor - mean;
+        for (nth, (sum, mean)) in squares.iter_mut().zip(means).enumerate() {
+            let x = load::<S, f32>(&row[first + nth * lanes..]) * factor - mean;
             *sum = x.mul_add(x, *sum);
         }
     }
-    let out = &mut deviations[first..][..N * lanes];
-    for (out, squares) in out.chunks_exact_mut(lanes).zip(squares) {
-        store(out, squares / (n - 1.0).max(1.0).splat());
-        out.iter_mut().for_each(|variance| *variance = variance.sqrt());
+    for (nth, sum) in squares.into_iter().enumerate() {
+        let variance = sum / (n - 1.0).max(1.0).splat();
+        store(&mut deviations[first + nth * lanes..], variance.sqrt());
     }
 }

@@ -36,6 +36,7 @@ struct Prepared {
     channels: Vec<f32>,
     /// The divided numbers, a column for each group.
     columns: Columns,
+    /// The groups, then one for each padding column.
     groups: Vec<Group>,
 }
 
@@ -51,7 +52,7 @@ impl Prepared {
         // A NaN counts as 0, so that it changes no other number.
         let limited = |x: &f32| if x.is_nan() { 0.0 } else { x.clamp(-F16_MAX, F16_MAX) };
         let mut numbers: Vec<f32> = rows.iter().map(limited).collect();
-        // Sums side by side, which the compiler keeps in vectors.
+        // Eight sums can be added side by side. Tiles have a multiple of 8 numbers.
         let mut squares = [0f64; 8];
         for part in numbers.as_chunks::<8>().0 {
             squares.iter_mut().zip(part).for_each(|(sum, &x)| *sum += f64::from(x).powi(2));
@@ -72,7 +73,7 @@ impl Prepared {
         let ranges = column_ranges(&columns.numbers, columns.width, spec.range, spec.max_code());
         let max_code = spec.max_code() as f32;
         let group = |range: (f32, f32)| Group { range, step: (range.1 - range.0) / max_code };
-        let groups = ranges.into_iter().take(columns.len).map(group).collect();
+        let groups = ranges.into_iter().map(group).collect();
         Self { rms, tokens, channels, columns, groups }
     }
 
@@ -109,10 +110,8 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
     let pairs = alone.as_chunks::<2>().0.iter();
     factors.iter_mut().zip(pairs).for_each(|(word, &pair)| *word = halves(pair));
     let width = tile.columns.width;
-    let (mut min, mut steps) = (vec![0.0; width], vec![0.0; width]);
-    for ((min, step), group) in min.iter_mut().zip(&mut steps).zip(&tile.groups) {
-        (*min, *step) = (group.range.0, group.step);
-    }
+    let (min, steps): (Vec<_>, Vec<_>) =
+        tile.groups.iter().map(|group| (group.range.0, group.step)).unzip();
     let code_words = spec.code_words();
     let mut lines = vec![0; code_words * width];
     encode_columns(&tile.columns.numbers, &mut lines, spec.n_bits, &min, &steps);
@@ -225,7 +224,7 @@ impl CpuCodec for Normalized {
             let tile = Prepared::new(rows, head_dim, &spec);
             let Prepared { rms, tokens, channels, columns, groups } = &tile;
             let scale = |i: usize| rms * tokens[i / head_dim] * channels[i % head_dim];
-            for (nth, group) in groups.iter().enumerate() {
+            for (nth, group) in groups.iter().take(columns.len).enumerate() {
                 let elements: Vec<usize> = match spec.granularity {
                     Granularity::PerChannel => (nth..len).step_by(head_dim).collect(),
                     Granularity::PerToken => (nth * head_dim..(nth + 1) * head_dim).collect(),
