@@ -391,8 +391,8 @@ fn observers_receive_the_outputs_of_a_cache() {
     }
 }
 
-/// Whole sequences, the last tokens one by one, a random partition into calls, and random partitions
-/// of `KV_PARTITIONS` prefixes.
+/// Whole sequences, the last tokens one by one, a random partition into calls, and `KV_PARTITIONS`
+/// random partitions of prefixes.
 #[cfg(feature = "wgpu")]
 #[test]
 fn golden_logits_on_wgpu() {

@@ -22,7 +22,8 @@ pub(crate) struct Args {
     on: ModelArgs,
     #[command(flatten)]
     text: TextArgs,
-    #[arg(long = "cache", required = true, help = cache_help("A cache to compare with float, repeatable"))]
+    #[arg(long = "cache", required = true,
+        help = cache_help("A cache to compare with float, repeatable"))]
     caches: Vec<NamedCache>,
     /// Number of prompts: passages of the text that follow each other.
     #[arg(long, default_value_t = 8)]
