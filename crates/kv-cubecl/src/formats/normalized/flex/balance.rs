@@ -156,7 +156,7 @@ fn vectors_of_deviations<S: Simd, const N: usize>(
         }
     }
     for mean in &mut means {
-        *mean = *mean / n.splat();
+        *mean /= n.splat();
     }
     let mut squares = [0.0f32.splat::<S>(); N];
     for (row, factor) in columns.numbers.chunks_exact(columns.width).zip(factors) {
