@@ -82,8 +82,8 @@ pub struct Continuations {
     pub agreed: Vec<Vec<usize>>,
 }
 
-/// Continues passages of a text greedily with each of `caches`, past end-of-text tokens. Counts the
-/// tokens before the output differs from that of the first cache, which should be float.
+/// Continues passages of a text greedily with each of `caches`, past end-of-text tokens, and counts
+/// the tokens before the output differs from the first cache's. Put the float cache first.
 ///
 /// # Errors
 /// [`Error::Plan`] for a setting out of range, and for a text that is too short; and the errors of

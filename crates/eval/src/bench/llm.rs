@@ -108,7 +108,7 @@ pub struct LlmPoint {
 pub struct LongestStep {
     /// Tokens in the cache before the step.
     pub tokens: usize,
-    /// Its time divided by that of the median step.
+    /// The time of this step over the median time of a step.
     pub over_median: f64,
 }
 

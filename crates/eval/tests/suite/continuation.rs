@@ -1,25 +1,13 @@
 //! Free generation, compared with the float cache.
 
-use std::path::Path;
-
 use kv_cubecl::{Flex, On};
 use kv_eval::{ContinuationPlan, Error, continuations};
-use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor, load};
+use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor};
 
-use crate::common::{assert_one_line, kv_eval};
+use crate::common::{AUSTEN, assert_one_line, austen, kv_eval};
 
-const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 const PLAN: ContinuationPlan =
     ContinuationPlan { prompts: 3, context: 200, generate: 40, bos: None };
-
-fn austen() -> (On<Flex>, LanguageModel, Vec<u32>) {
-    let device = On::<Flex>::open().unwrap();
-    let loaded = load(AUSTEN, &device).unwrap();
-    let text = std::fs::read_to_string(Path::new(AUSTEN).join("heldout.txt")).unwrap();
-    let mut ids = loaded.tokenizer.unwrap().encode(&text).unwrap();
-    ids.truncate(PLAN.text());
-    (device, loaded.model, ids)
-}
 
 fn caches(names: &[&str]) -> Vec<ModelCacheConfig> {
     names.iter().map(|name| name.parse().unwrap()).collect()
@@ -55,7 +43,7 @@ fn agreed(
 
 #[test]
 fn tokens_are_counted_until_the_first_difference() {
-    let (device, model, ids) = austen();
+    let (device, model, ids) = austen(PLAN.text());
     let names = ["float", "k16v16", "k2v2-g16-r16"];
     let prompts: Vec<Vec<u32>> = ids.chunks(PLAN.context).map(<[u32]>::to_vec).collect();
     let expected = agreed(&device, &model, &prompts, &names);
@@ -74,7 +62,7 @@ fn tokens_are_counted_until_the_first_difference() {
 
 #[test]
 fn sizes_that_do_not_fit_are_refused() {
-    let (device, model, ids) = austen();
+    let (device, model, ids) = austen(PLAN.text());
     for (plan, parts) in [
         (ContinuationPlan { prompts: 0, ..PLAN }, ["prompts 0", "at least 1"]),
         (ContinuationPlan { generate: 0, ..PLAN }, ["generate 0", "at least 1"]),
@@ -96,7 +84,7 @@ fn sizes_that_do_not_fit_are_refused() {
 
 #[test]
 fn the_program_prints_a_line_for_each_cache() {
-    let (device, model, ids) = austen();
+    let (device, model, ids) = austen(PLAN.text());
     let plan = ContinuationPlan { prompts: 2, context: 64, generate: 8, bos: None };
     let names = ["float", "k2v2-g16-r16"];
     let agreed = continuations(&device, &model, &ids, &caches(&names), plan, || ()).unwrap().agreed;

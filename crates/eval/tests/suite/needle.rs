@@ -4,21 +4,11 @@ use std::path::Path;
 
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::{Error, NeedlePlan, needles};
-use kv_models::{LanguageModel, ModelCacheConfig, ids_to_tensor, load};
+use kv_models::{ModelCacheConfig, ids_to_tensor, load};
 
-use crate::common::{assert_one_line, kv_eval};
+use crate::common::{AUSTEN, assert_one_line, austen, kv_eval};
 
-const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
 const PLAN: NeedlePlan = NeedlePlan { context: 512, needle: 40, cue: 16, chunks: 4 };
-
-fn austen() -> (On<Flex>, LanguageModel, Vec<u32>) {
-    let device = On::<Flex>::open().unwrap();
-    let loaded = load(AUSTEN, &device).unwrap();
-    let text = std::fs::read_to_string(Path::new(AUSTEN).join("heldout.txt")).unwrap();
-    let mut ids = loaded.tokenizer.unwrap().encode(&text).unwrap();
-    ids.truncate(PLAN.text());
-    (device, loaded.model, ids)
-}
 
 /// The model was trained on passages that recur soon, so it finds recent needles, and not without
 /// them. The text has each passage once, so that nothing else tells how a needle goes on.
@@ -48,7 +38,7 @@ fn a_model_that_copies_finds_recent_needles() {
 /// The test writes the prompt itself and computes the loss of its last tokens.
 #[test]
 fn losses_are_those_of_the_prompt() {
-    let (device, model, ids) = austen();
+    let (device, model, ids) = austen(PLAN.text());
     let float = ModelCacheConfig::from(KvCacheConfig::float());
     let found = needles(&device, &model, &ids, &[float], PLAN, |_| ()).unwrap();
     let row = &found.rows[1];
@@ -68,7 +58,7 @@ fn losses_are_those_of_the_prompt() {
 
 #[test]
 fn sizes_that_do_not_fit_are_refused() {
-    let (device, model, ids) = austen();
+    let (device, model, ids) = austen(PLAN.text());
     let float = [ModelCacheConfig::from(KvCacheConfig::float())];
     for (plan, parts) in [
         (NeedlePlan { cue: 0, ..PLAN }, ["cue 0", "below the 40"]),

@@ -7,7 +7,22 @@ use std::{
     process::Command,
 };
 
+use kv_cubecl::{Flex, On};
+use kv_models::{LanguageModel, load};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+
+/// The small model of the repository.
+pub(crate) const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
+
+/// Returns [`AUSTEN`], and the first tokens of its held-out text.
+pub(crate) fn austen(tokens: usize) -> (On<Flex>, LanguageModel, Vec<u32>) {
+    let device = On::<Flex>::open().unwrap();
+    let loaded = load(AUSTEN, &device).unwrap();
+    let text = fs::read_to_string(Path::new(AUSTEN).join("heldout.txt")).unwrap();
+    let mut ids = loaded.tokenizer.unwrap().encode(&text).unwrap();
+    ids.truncate(tokens);
+    (device, loaded.model, ids)
+}
 
 /// The exit code and output of a run of the program.
 pub(crate) struct Outcome {
