@@ -316,10 +316,9 @@ mod interrupts {
             hears(&mut run, &mut now, "MiB\n");
             assert_eq!(now.contains("reused"), turn > 0, "{now}");
             stderr += &now;
-            while bytes.try_recv().is_ok() {}
+            // Then it waits for the next turn, and the rest of this one has been read.
+            while bytes.recv_timeout(std::time::Duration::from_millis(300)).is_ok() {}
         }
-        // It waits for the next turn now.
-        std::thread::sleep(std::time::Duration::from_millis(300));
         interrupt(&run);
         let (code, stderr) = ends(run, stderr);
         assert_eq!(code, Some(130), "{stderr}");

@@ -45,7 +45,7 @@ fn serves(keys: &PackedRun<'_>, format: Codec) -> bool {
 
 /// Computes [`CpuCodec::index_scores`](crate::formats::flex::CpuCodec::index_scores). Returns
 /// false, without computing it, if the kernels do not support the keys or the heads.
-pub(in super::super) fn index_scores<F: Scaled>(
+pub(super) fn index_scores<F: Scaled>(
     keys: &PackedRun<'_>,
     heads: &IndexHeads<'_>,
     scores: &mut [f32],
@@ -196,13 +196,13 @@ fn for_each_run(
     }
 }
 
-/// Adds the scores of a head that are above 0, times its weight.
+/// Adds the scores of heads that are above 0, times their weights.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn weighed(total: __m512, weight: f32, sum: __m512) -> __m512 {
+pub(super) fn weighed(total: __m512, weights: __m512, sum: __m512) -> __m512 {
     // The second operand is returned if one is NaN, so that NaN stays NaN.
     let positive = _mm512_max_ps(_mm512_setzero_ps(), total);
-    _mm512_fmadd_ps(positive, _mm512_set1_ps(weight), sum)
+    _mm512_fmadd_ps(positive, weights, sum)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -269,7 +269,7 @@ fn score_bytes<F: Scaled, const DIGITS: usize>(
                 }
             }
             for (h, weight) in heads.weights[first..].iter().take(HEADS).enumerate() {
-                sum = weighed(totals[h], *weight, sum);
+                sum = weighed(totals[h], _mm512_set1_ps(*weight), sum);
             }
         }
         sum
@@ -337,7 +337,7 @@ fn score_bf16<F: Scaled, const DIGITS: usize>(
                 }
             }
             for (h, weight) in heads.weights[first..].iter().take(HEADS).enumerate() {
-                sum = weighed(totals[h], *weight, sum);
+                sum = weighed(totals[h], _mm512_set1_ps(*weight), sum);
             }
         }
         sum

@@ -7,6 +7,7 @@
 
 #![allow(clippy::needless_range_loop, reason = "one index counts the registers of several arrays")]
 
+mod amx;
 mod codes;
 mod index;
 mod keys;
@@ -18,13 +19,12 @@ use super::Scaled;
 use crate::{
     formats::{
         Codec,
-        flex::{PackedRun, SCRATCH_ROWS},
+        flex::{IndexHeads, PackedRun, SCRATCH_ROWS},
     },
     layout::PackedLayout,
     simd,
 };
 use codes::{E2M1, E4M3, E5M2, INT8};
-pub(super) use index::index_scores;
 
 /// 32-bit lanes of a vector.
 const LANES: usize = 16;
@@ -155,6 +155,16 @@ pub(super) fn add<F: Scaled>(
         unsafe { kernel(values, &weights[row * n..], n, o) };
     }
     true
+}
+
+/// Computes [`CpuCodec::index_scores`](crate::formats::flex::CpuCodec::index_scores). Returns
+/// false, without computing it, if the kernels do not support the keys or the heads.
+pub(super) fn index_scores<F: Scaled>(
+    keys: &PackedRun<'_>,
+    heads: &IndexHeads<'_>,
+    scores: &mut [f32],
+) -> bool {
+    amx::index_scores::<F>(keys, heads, scores) || index::index_scores::<F>(keys, heads, scores)
 }
 
 /// The tokens of a run as bytes, with sizes that are computed once.

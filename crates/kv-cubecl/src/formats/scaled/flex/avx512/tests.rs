@@ -184,15 +184,16 @@ fn large_numbers_use_restored_rows() {
     }
 }
 
-/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the products.
+/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the largest.
 /// Queries that were rounded to 4-bit floats are one digit, without rounding; only f32 sums round.
-#[test]
-fn index_scores_match_f64() {
+fn check_index_scores(amx: bool) {
     let noise = &mut Noise(5);
     let formats =
         [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks, KvFormat::E4m3Blocks64];
     for format in formats {
-        for (head_dim, heads, tokens) in [(32, 1, 16), (64, 5, 50), (128, 64, 77), (256, 9, 19)] {
+        for (head_dim, heads, tokens) in
+            [(32, 1, 16), (64, 5, 50), (128, 64, 77), (128, 5, 200), (256, 9, 19), (256, 70, 100)]
+        {
             if format.validate(Side::Keys, head_dim, GroupOptions::new(32)).is_err() {
                 continue;
             }
@@ -211,16 +212,25 @@ fn index_scores_match_f64() {
                 let weights = noise.take(heads);
                 let heads = IndexHeads { query: &query, weights: &weights };
                 let mut got = vec![f32::NAN; run.tokens.len()];
-                if !index_scores_of(&run, &heads, &mut got) {
-                    return;
+                let scored = index_scores_of(&run, &heads, &mut got, amx);
+                assert_eq!(scored, !amx || head_dim.is_multiple_of(128), "{format} {head_dim}");
+                if !scored {
+                    continue;
                 }
                 for (t, key) in restored(&run).chunks_exact(head_dim).enumerate() {
                     let (mut expected, mut size) = (0.0, 0.0);
+                    let sum: f64 = key.iter().map(|k| k.abs()).sum();
                     for (query, weight) in query.chunks_exact(head_dim).zip(&weights) {
                         let products = query.iter().zip(key).map(|(q, k)| f64::from(*q) * k);
                         let dot: f64 = products.clone().sum();
                         expected += f64::from(*weight) * dot.max(0.0);
-                        size += f64::from(weight.abs()) * products.map(f64::abs).sum::<f64>();
+                        size += f64::from(weight.abs())
+                            * match rounds {
+                                true => products.map(f64::abs).sum::<f64>(),
+                                false => {
+                                    sum * query.iter().fold(0.0f64, |a, &q| a.max(q.abs().into()))
+                                }
+                            };
                     }
                     let allowed = if rounds { 4e-7 } else { 2f64.powi(-14) } * size;
                     let off = (f64::from(got[t]) - expected).abs();
@@ -231,10 +241,39 @@ fn index_scores_match_f64() {
     }
 }
 
-fn index_scores_of(run: &PackedRun<'_>, heads: &IndexHeads<'_>, scores: &mut [f32]) -> bool {
-    match run.place.spec.format {
-        Codec::E2m1Blocks => index_scores::<E2m1Blocks>(run, heads, scores),
-        Codec::Mxfp4 => index_scores::<Mxfp4>(run, heads, scores),
-        _ => index_scores::<E4m3Blocks>(run, heads, scores),
+fn index_scores_of(
+    run: &PackedRun<'_>,
+    heads: &IndexHeads<'_>,
+    scores: &mut [f32],
+    amx: bool,
+) -> bool {
+    match (run.place.spec.format, amx) {
+        (Codec::E2m1Blocks, false) => index::index_scores::<E2m1Blocks>(run, heads, scores),
+        (Codec::E2m1Blocks, true) => amx::index_scores::<E2m1Blocks>(run, heads, scores),
+        (Codec::Mxfp4, false) => index::index_scores::<Mxfp4>(run, heads, scores),
+        (Codec::Mxfp4, true) => amx::index_scores::<Mxfp4>(run, heads, scores),
+        (_, false) => index::index_scores::<E4m3Blocks>(run, heads, scores),
+        (_, true) => amx::index_scores::<E4m3Blocks>(run, heads, scores),
+    }
+}
+
+#[test]
+fn index_scores_match_f64() {
+    if available()
+        && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("avx512bf16")
+    {
+        check_index_scores(false);
+    } else {
+        let _ = writeln!(std::io::stderr(), "SKIPPED scores of keys: this CPU has no bf16 or VNNI");
+    }
+}
+
+#[test]
+fn index_scores_with_amx_match_f64() {
+    if amx::available() {
+        check_index_scores(true);
+    } else {
+        let _ = writeln!(std::io::stderr(), "SKIPPED scores of keys: this CPU has no AMX");
     }
 }
