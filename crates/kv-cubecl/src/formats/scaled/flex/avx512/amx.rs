@@ -6,6 +6,7 @@
 
 use core::{
     arch::{asm, x86_64::*},
+    marker::PhantomData,
     mem::swap,
 };
 use std::sync::LazyLock;
@@ -23,13 +24,17 @@ const TILE_ROWS: usize = 16;
 /// Channels of a tile.
 const TILE_CHANNELS: usize = 32;
 
-/// Heads whose sums are in tiles together, and the tiles that they take.
-const HEADS: usize = HEAD_TILES * TILE_ROWS;
+/// Tiles of heads whose sums are in registers together.
 const HEAD_TILES: usize = 4;
 
-/// The widest key, and its tiles. Widths are multiples of [`MULTIPLE`].
-const WIDEST: usize = WIDEST_TILES * TILE_CHANNELS;
+/// Heads whose sums are in registers together.
+const HEADS: usize = HEAD_TILES * TILE_ROWS;
+
+/// Tiles of the widest key.
 const WIDEST_TILES: usize = 8;
+
+/// Channels of the widest key. All widths are multiples of [`MULTIPLE`].
+const WIDEST: usize = WIDEST_TILES * TILE_CHANNELS;
 
 /// Channels that fill a vector as E2M1 codes, and two as E4M3 codes.
 const MULTIPLE: usize = 128;
@@ -38,8 +43,7 @@ const MULTIPLE: usize = 128;
 /// normal in bf16; AMX takes others as 0. The error is below 2^-107.
 const LOWEST: i8 = -117;
 
-/// A row of a tile. Tiles are read and written at the rate of vectors if their rows are whole
-/// lines of the cache.
+/// A row of a tile. It is a line of the cache, so that it takes one access.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Row([u16; TILE_CHANNELS]);
@@ -52,6 +56,9 @@ struct Sums([f32; TILE_ROWS]);
 const EMPTY: Row = Row([0; TILE_CHANNELS]);
 
 /// Returns whether this processor has the instructions, and Linux lets this process use them.
+///
+/// The first call asks for that, which has a side effect: from then on, Linux refuses stacks for
+/// signal handlers (`sigaltstack`) that are too small for the tiles, 8 KiB.
 pub(super) fn available() -> bool {
     static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
         let has_vectors = avx512::available() && is_x86_feature_detected!("avx512vbmi");
@@ -60,21 +67,20 @@ pub(super) fn available() -> bool {
     *AVAILABLE
 }
 
-/// Returns whether the processor has tiles and their products of bf16.
+/// Returns whether the processor, which has AVX-512, has tiles and their products of bf16.
 fn has_tiles() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
-    let features = __cpuid(0).eax >= 7;
-    features && __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
+    __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
 }
 
-/// Asks Linux to save the 8 KiB of tile registers with this process' threads, which it does on
-/// request only (Documentation/arch/x86/xstate.rst).
+/// Asks Linux to save the tiles of this process' threads, which it does on request only
+/// (Documentation/arch/x86/xstate.rst).
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call takes numbers, and only adds a permission.
+    // SAFETY: the call takes numbers, and touches no memory of the process.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -91,14 +97,14 @@ pub(super) fn index_scores<F: Scaled>(
     scores: &mut [f32],
 ) -> bool {
     let place = &keys.place;
-    let serves = available()
-        && avx512::serves(place)
+    let serves = avx512::serves(place)
         && matches!(F::FORMAT, Codec::E2m1Blocks | Codec::Mxfp4 | Codec::E4m3Blocks)
         && place.head_dim.is_multiple_of(MULTIPLE)
         && place.head_dim <= WIDEST
         && place.spec.group_size.is_multiple_of(TILE_CHANNELS)
         && avx512::moderate(heads.query)
-        && Rows::new(keys).scales_are_moderate::<F>(keys);
+        && Rows::new(keys).scales_are_moderate::<F>(keys)
+        && available();
     if serves {
         let queries = Queries::new(heads, place.head_dim, F::FORMAT);
         // SAFETY: `available` has checked that the processor has the instructions.
@@ -158,16 +164,17 @@ fn channel(format: Codec, at: usize) -> usize {
         }
 }
 
-/// The processor's tiles: sums of 16 keys with [`HEADS`] heads in tiles 0 to 3, factors in the
-/// others. They are released when this is dropped.
+/// The tile registers of this thread's processor: sums of 16 keys with [`HEADS`] heads in registers
+/// 0 to 3, factors in the others. They are released when this is dropped.
 ///
-/// A value in a tile outlives the assembly that wrote it, although Rust does not know of it: the
-/// compiler itself uses no tiles.
-struct Tiles;
+/// Sums outlive the assembly that wrote them, which Rust does not know of. The compiler itself uses
+/// no tiles, but a function of another language may, so none must be called while sums are live.
+struct Tiles(PhantomData<*const ()>);
 
 impl Tiles {
     /// # Safety
-    /// The processor must have tiles, and this process the permission to use them.
+    /// The processor must have tiles, and this process the permission to use them. The thread must
+    /// not have other `Tiles`.
     unsafe fn new() -> Self {
         let mut config = Row([0; TILE_CHANNELS]);
         // Palette 1 has 8 tiles. Their widths in bytes are u16 from byte 16 on, and their heights
@@ -177,7 +184,7 @@ impl Tiles {
         config.0[24..28].fill(u16::from_le_bytes([TILE_ROWS as u8; 2]));
         // SAFETY: the configuration is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
-        Self
+        Self(PhantomData)
     }
 
     /// Sets all sums to 0.
@@ -190,6 +197,7 @@ impl Tiles {
                 "tilezero tmm1",
                 "tilezero tmm2",
                 "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 options(nomem, nostack)
             );
         }
@@ -215,6 +223,8 @@ impl Tiles {
                 stride = in(reg) stride * size_of::<Row>(),
                 queries = in(reg) queries.as_ptr(),
                 row = in(reg) size_of::<Row>(),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 options(readonly, nostack),
             );
         }
@@ -247,9 +257,8 @@ impl Drop for Tiles {
 }
 
 /// Computes the scores of a run, 16 keys at a time. While the products of some keys are computed,
-/// the next are unpacked and the sums of the previous are weighed. The instructions of all three
-/// take turns, because products take many cycles, and because tiles that are stored and read at
-/// once would wait for each other.
+/// the next are unpacked and the sums of the previous are weighed, in turns: products take many
+/// cycles, and reading a tile right after it was stored would wait for the store.
 ///
 /// # Safety
 /// [`available`] must have returned true.
@@ -257,34 +266,34 @@ impl Drop for Tiles {
 unsafe fn score<F: Scaled>(keys: &PackedRun<'_>, queries: &Queries, scores: &mut [f32]) {
     let (tokens, rows) = (keys.tokens.clone(), Rows::new(keys));
     let width = rows.head_dim / TILE_CHANNELS;
-    let weights = queries.weights.as_chunks::<LANES>().0;
+    let weights = queries.weights.as_chunks::<TILE_ROWS>().0;
     let steps = queries.tiles.len() / HEADS;
     let keys_of_step = TILE_ROWS.div_ceil(steps);
     let mut unpacked = [[EMPTY; TILE_ROWS * WIDEST_TILES]; 2];
     let [mut next, mut current] = unpacked.each_mut();
-    let mut sums = vec![Sums([0.0; LANES]); 2 * TILE_ROWS * weights.len()];
+    let mut sums = vec![Sums([0.0; TILE_ROWS]); 2 * TILE_ROWS * weights.len()];
     let (mut sums, mut previous) = sums.split_at_mut(TILE_ROWS * weights.len());
     let unpack = Unpack::new::<F>(&rows);
-    // SAFETY: as the caller guarantees.
+    // SAFETY: as the caller guarantees; nothing below calls this function.
     let tiles = unsafe { Tiles::new() };
     for block in 0..scores.len().div_ceil(TILE_ROWS) + 2 {
         let first = tokens.start + block * TILE_ROWS;
         rows.prefetch(first, TILE_ROWS);
         let mut totals = [_mm512_setzero_ps(); TILE_ROWS];
-        let mut keys = 0..TILE_ROWS;
+        let mut pending = 0..TILE_ROWS;
         let tiles_of_heads = queries.tiles.chunks_exact(queries.digits * width * HEADS);
         for (part, tiles_of_heads) in tiles_of_heads.enumerate() {
             tiles.clear();
             for tiles_of_digit in tiles_of_heads.chunks_exact(width * HEADS) {
-                for (k, queries) in tiles_of_digit.chunks_exact(HEADS).enumerate() {
-                    tiles.multiply(&current[k..], width, queries);
-                    for key in keys.by_ref().take(keys_of_step) {
+                for (k, tiles_of_channels) in tiles_of_digit.chunks_exact(HEADS).enumerate() {
+                    tiles.multiply(&current[k..], width, tiles_of_channels);
+                    for key in pending.by_ref().take(keys_of_step) {
                         // Past the end older keys stay, whose scores are dropped.
                         if first + key < tokens.end {
                             unpack.key::<F>(&rows, first + key, &mut next[key * width..][..width]);
                         }
-                        let sums = &previous[key * weights.len()..][..weights.len()];
-                        totals[key] = total(sums, weights);
+                        let of_key = &previous[key * weights.len()..][..weights.len()];
+                        totals[key] = total(of_key, weights);
                     }
                 }
             }
@@ -300,10 +309,10 @@ unsafe fn score<F: Scaled>(keys: &PackedRun<'_>, queries: &Queries, scores: &mut
     }
 }
 
-/// Returns the weighted sum over heads, those of a lane in it.
+/// Returns the weighted sums over heads: lane `i` has the heads `i`, `i + 16` and so on.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn total(sums: &[Sums], weights: &[[f32; LANES]]) -> __m512 {
+fn total(sums: &[Sums], weights: &[[f32; TILE_ROWS]]) -> __m512 {
     let mut total = _mm512_setzero_ps();
     for (sums, weights) in sums.iter().zip(weights) {
         // SAFETY: both arrays have 16 floats.
@@ -316,7 +325,7 @@ fn total(sums: &[Sums], weights: &[[f32; LANES]]) -> __m512 {
 
 /// Returns a vector of the sums over the lanes of each vector.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 fn sums_over_lanes(x: [__m512; LANES]) -> __m512 {
     // Each step halves the lanes of a vector in the sums, and joins two vectors.
     let mut twos = [_mm512_setzero_ps(); LANES / 2];
@@ -377,7 +386,7 @@ impl Unpack {
                     Codec::E4m3Blocks => vector * 64 + lane / 8 * 16,
                     _ => vector * 128 + lane * 4,
                 };
-                // It is the upper byte of the lane; the lower one is cleared.
+                // The exponent goes to the upper byte, and the lower one is cleared.
                 *byte = ((channel / group_size) as u16) << 8 | 0x80;
             }
         }
@@ -418,10 +427,11 @@ impl Unpack {
         nth: usize,
     ) -> [__m512i; N] {
         let exponents = _mm512_shuffle_epi8(exponents, self.scales[nth]);
+        // The exponents of bf16 begin at bit 7.
         let exponents = _mm512_srai_epi16::<1>(exponents);
         for numbers in &mut numbers {
-            let others = _mm512_test_epi16_mask(*numbers, _mm512_set1_epi16(i16::MAX));
-            *numbers = _mm512_maskz_add_epi16(others, *numbers, exponents);
+            let nonzero = _mm512_test_epi16_mask(*numbers, _mm512_set1_epi16(i16::MAX));
+            *numbers = _mm512_maskz_add_epi16(nonzero, *numbers, exponents);
         }
         numbers
     }

@@ -184,16 +184,23 @@ fn large_numbers_use_restored_rows() {
     }
 }
 
-/// Queries in f32 are two digits of 8 bits or more, whose rounding is below 2^-14 of the largest.
+/// Queries in f32 are two digits. Digits in bf16 round by less than 2^-14 of a product. Bytes share a
+/// unit in a group, so they round by less than 2^-14 of a key times the largest of its query.
 /// Queries that were rounded to 4-bit floats are one digit, without rounding; only f32 sums round.
 fn check_index_scores(amx: bool) {
     let noise = &mut Noise(5);
     let formats =
         [KvFormat::E2m1Blocks, KvFormat::Mxfp4, KvFormat::E4m3Blocks, KvFormat::E4m3Blocks64];
     for format in formats {
-        for (head_dim, heads, tokens) in
-            [(32, 1, 16), (64, 5, 50), (128, 64, 77), (128, 5, 200), (256, 9, 19), (256, 70, 100)]
-        {
+        for (head_dim, heads, tokens) in [
+            (32, 1, 16),
+            (64, 5, 50),
+            (128, 64, 77),
+            (128, 5, 200),
+            (128, 3, 32),
+            (256, 9, 19),
+            (256, 70, 100),
+        ] {
             if format.validate(Side::Keys, head_dim, GroupOptions::new(32)).is_err() {
                 continue;
             }
@@ -220,16 +227,17 @@ fn check_index_scores(amx: bool) {
                 for (t, key) in restored(&run).chunks_exact(head_dim).enumerate() {
                     let (mut expected, mut size) = (0.0, 0.0);
                     let sum: f64 = key.iter().map(|k| k.abs()).sum();
+                    let bytes = !rounds && !amx && place.spec.n_bits == 4;
                     for (query, weight) in query.chunks_exact(head_dim).zip(&weights) {
                         let products = query.iter().zip(key).map(|(q, k)| f64::from(*q) * k);
                         let dot: f64 = products.clone().sum();
+                        let largest = query.iter().fold(0.0f32, |a, q| a.max(q.abs()));
                         expected += f64::from(*weight) * dot.max(0.0);
                         size += f64::from(weight.abs())
-                            * match rounds {
-                                true => products.map(f64::abs).sum::<f64>(),
-                                false => {
-                                    sum * query.iter().fold(0.0f64, |a, &q| a.max(q.abs().into()))
-                                }
+                            * if bytes {
+                                sum * f64::from(largest)
+                            } else {
+                                products.map(f64::abs).sum()
                             };
                     }
                     let allowed = if rounds { 4e-7 } else { 2f64.powi(-14) } * size;
@@ -247,22 +255,28 @@ fn index_scores_of(
     scores: &mut [f32],
     amx: bool,
 ) -> bool {
-    match (run.place.spec.format, amx) {
-        (Codec::E2m1Blocks, false) => index::index_scores::<E2m1Blocks>(run, heads, scores),
-        (Codec::E2m1Blocks, true) => amx::index_scores::<E2m1Blocks>(run, heads, scores),
-        (Codec::Mxfp4, false) => index::index_scores::<Mxfp4>(run, heads, scores),
-        (Codec::Mxfp4, true) => amx::index_scores::<Mxfp4>(run, heads, scores),
-        (_, false) => index::index_scores::<E4m3Blocks>(run, heads, scores),
-        (_, true) => amx::index_scores::<E4m3Blocks>(run, heads, scores),
+    fn of<F: Scaled>(
+        run: &PackedRun<'_>,
+        heads: &IndexHeads<'_>,
+        scores: &mut [f32],
+        amx: bool,
+    ) -> bool {
+        match amx {
+            true => amx::index_scores::<F>(run, heads, scores),
+            false => index::index_scores::<F>(run, heads, scores),
+        }
+    }
+    match run.place.spec.format {
+        Codec::E2m1Blocks => of::<E2m1Blocks>(run, heads, scores, amx),
+        Codec::Mxfp4 => of::<Mxfp4>(run, heads, scores, amx),
+        _ => of::<E4m3Blocks>(run, heads, scores, amx),
     }
 }
 
 #[test]
 fn index_scores_match_f64() {
-    if available()
-        && is_x86_feature_detected!("avx512vnni")
-        && is_x86_feature_detected!("avx512bf16")
-    {
+    let bytes = available() && is_x86_feature_detected!("avx512vnni");
+    if bytes && is_x86_feature_detected!("avx512bf16") {
         check_index_scores(false);
     } else {
         let _ = writeln!(std::io::stderr(), "SKIPPED scores of keys: this CPU has no bf16 or VNNI");
@@ -273,7 +287,32 @@ fn index_scores_match_f64() {
 fn index_scores_with_amx_match_f64() {
     if amx::available() {
         check_index_scores(true);
+        tiny_keys_are_near_zero();
     } else {
         let _ = writeln!(std::io::stderr(), "SKIPPED scores of keys: this CPU has no AMX");
+    }
+}
+
+/// Keys whose scale is below 2^-117 count as if it were that.
+fn tiny_keys_are_near_zero() {
+    let (noise, head_dim, tokens) = (&mut Noise(6), 128, 40);
+    for exponent in [-100, -116, -122, -126] {
+        let place = place(KvFormat::E2m1Blocks, tokens, head_dim);
+        let rows: Vec<f32> =
+            noise.take(tokens * head_dim).iter().map(|x| x * 2f32.powi(exponent)).collect();
+        let mut words = vec![0; place.words()];
+        E2m1Blocks.quantize(&rows, &mut words, 0, &place);
+        let run = PackedRun { words: &words, place, tokens: 0..tokens, skipped: 0 };
+        let (query, weights) = (vec![1.0; head_dim], [1.0]);
+        let heads = IndexHeads { query: &query, weights: &weights };
+        let mut got = vec![f32::NAN; tokens];
+        assert!(amx::index_scores::<E2m1Blocks>(&run, &heads, &mut got));
+        for (got, key) in got.iter().zip(restored(&run).chunks_exact(head_dim)) {
+            let (expected, size) = (key.iter().sum::<f64>(), key.iter().map(|x| x.abs()));
+            let expected = expected.max(0.0);
+            let raised = if exponent < -110 { 2f64.powi(-107) * 128.0 } else { 0.0 };
+            let allowed = raised + 1e-6 * size.sum::<f64>();
+            assert!((f64::from(*got) - expected).abs() <= allowed, "{exponent}: {got} {expected}");
+        }
     }
 }
