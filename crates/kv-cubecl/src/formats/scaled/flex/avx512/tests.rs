@@ -184,8 +184,8 @@ fn large_numbers_use_restored_rows() {
     }
 }
 
-/// Queries in f32 are two digits. Digits in bf16 round by less than 2^-14 of a product. Bytes share a
-/// unit in a group, so they round by less than 2^-14 of a key times the largest of its query.
+/// Queries in f32 are two digits. Digits in bf16 round by less than 2^-14 of a product. Bytes share
+/// a unit in a group, so they round by less than 2^-14 of a key times the largest of its query.
 /// Queries that were rounded to 4-bit floats are one digit, without rounding; only f32 sums round.
 fn check_index_scores(amx: bool) {
     let noise = &mut Noise(5);
