@@ -152,8 +152,9 @@ pub trait KvCacheOps: Backend {
     fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
-    /// place: quantizes what leaves the residual, and writes the new tokens that stay in
-    /// float into their slots.
+    /// place: applies the [`hadamard`](Self::hadamard) transform to the sides that the cache stores
+    /// so, quantizes what leaves the residual, and writes the new tokens that stay in float into
+    /// their slots.
     #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
     fn write(
         #[extension_type] state: CacheState<Self>,
@@ -165,7 +166,9 @@ pub trait KvCacheOps: Backend {
 
     /// Attention of `query` `[batch, n_heads, m, head_dim]` over the first `tokens` tokens of a
     /// cache of `len` tokens. There is no causal mask: every row sees all of them. The packed form
-    /// is read directly, without a restored copy of the cache.
+    /// is read directly, without a restored copy of the cache. Where keys are stored after the
+    /// [`hadamard`](Self::hadamard) transform, the query gets it too; where values are, the output
+    /// loses it.
     ///
     /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
     /// `[batch, n_heads, m]`, by which partial results are merged.

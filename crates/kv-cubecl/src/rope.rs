@@ -1,8 +1,8 @@
 //! Rotary position encoding (rope) as a table.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Tensor};
 
-use crate::{Error, Result, functions::floats};
+use crate::{Error, Result};
 
 /// Table for rotary position encoding (Su et al., 2021, <https://arxiv.org/abs/2104.09864>) in its
 /// half-split form.
@@ -35,24 +35,6 @@ impl RopeTable {
             return Err(Error::Shape { op: "rope", tensor: "table", shape, rule });
         }
         Ok(Self { table })
-    }
-
-    /// Applies rope to the rows of `x`, one token per sequence `[batch, heads, 1, head_dim]`, by
-    /// their sequence's position.
-    pub(crate) fn apply_rope(&self, x: Tensor<4>, positions: &Tensor<1, Int>) -> Tensor<4> {
-        let (last, half) = (self.positions() as i32 - 1, self.rotary_dim() / 2);
-        let angles = self.table.clone().select(0, positions.clone().clamp(0, last));
-        let [n, _] = angles.dims();
-        let part = |first| angles.clone().narrow(1, first, half).reshape([n, 1, 1, half]);
-        let (cos, sin) = (part(0), part(half));
-        let x = floats(x);
-        let rest = x.dims()[3] - 2 * half;
-        let (a, b) = (x.clone().narrow(3, 0, half), x.clone().narrow(3, half, half));
-        let mut parts = vec![a.clone() * cos.clone() - b.clone() * sin.clone(), b * cos + a * sin];
-        if rest > 0 {
-            parts.push(x.narrow(3, 2 * half, rest));
-        }
-        Tensor::cat(parts, 3)
     }
 
     /// The table.

@@ -248,10 +248,9 @@ impl FrameCache {
         let attention = match self.ring.tokens(before) {
             0 => own,
             tokens => {
-                let query = functions::hadamard_side(query, Side::Keys, self.layout().config());
                 let history =
                     self.state.decode(query, *self.layout(), tokens, tokens, self.options);
-                history.undo_hadamard(self.layout().config()).merge(own)
+                history.merge(own)
             }
         };
         attention.with_dtype(dtype)
@@ -262,9 +261,6 @@ impl FrameCache {
     fn write(&mut self, key: Tensor<4>, value: Tensor<4>, before: u64) {
         let (layout, tokens) = (*self.layout(), self.ring.tokens(before));
         let rows = Sides { keys: key, values: value }.map(functions::floats);
-        let rows = Sides::from_fn(|side| {
-            functions::hadamard_side(rows[side].clone(), side, layout.config())
-        });
         self.state.write(rows.keys.clone(), rows.values.clone(), layout, tokens);
         for side in Side::BOTH {
             if let Some(index) = before.checked_sub(self.config.sinks.0) {
@@ -278,7 +274,7 @@ impl FrameCache {
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
         let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
         let Some(of) = format.format(side).frame_scale() else { return };
-        let rows = functions::store(rows, format.float);
+        let rows = functions::store(functions::hadamard_side(rows, side, &format), format.float);
         let Running { newest, before } = &mut self.running[side];
         if !again {
             *before = newest.take();

@@ -142,7 +142,6 @@ impl KvCache {
         if !self.is_even() {
             return self.append_ragged(key, value, &vec![tokens; self.lens.len()]);
         }
-        let [_, key, value] = self.stored([key.clone(), key, value]);
         self.write(key, value, tokens);
         Ok(())
     }
@@ -171,15 +170,11 @@ impl KvCache {
         if !self.is_even() {
             return self.attend_ragged(query, key, value, &vec![tokens; self.lens.len()]);
         }
-        let dtype = query.dtype();
-        let [query, key, value] = self.stored([query, key, value]);
-        let attention = self.attend_stored(query, key, value, tokens);
-        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
+        Ok(self.attend_even(query, key, value, tokens))
     }
 
-    /// Computes [`attend`](Self::attend) for sequences of equal lengths. Query, key, value and
-    /// output are in the form that the cache [stores](Self::stored).
-    fn attend_stored(
+    /// Computes [`attend`](Self::attend) for sequences of equal lengths.
+    fn attend_even(
         &mut self,
         query: Tensor<4>,
         key: Tensor<4>,
@@ -195,18 +190,6 @@ impl KvCache {
         let attention = self.attend_chunk(query, key.clone(), value.clone());
         self.write(key, value, tokens);
         attention
-    }
-
-    /// Returns query, key and value as the cache stores them: after the Hadamard transform and in
-    /// f32 if the cache transforms keys, and unchanged otherwise.
-    fn stored(&self, qkv: [Tensor<4>; 3]) -> [Tensor<4>; 3] {
-        let config = self.layout.config();
-        if !config.uses_hadamard_values() && !config.uses_hadamard_keys() {
-            return qkv;
-        }
-        let [query, key, value] = qkv.map(functions::floats);
-        let [query, key] = functions::hadamard_query_key([query, key], config);
-        [query, key, functions::hadamard_values(value, config)]
     }
 
     /// Adds the `tokens` that [`attend_at`](Self::attend_at) has appended to the length of every
@@ -247,10 +230,7 @@ impl KvCache {
                 why: "they must be of one length; attend to a clone instead".to_string(),
             });
         }
-        let dtype = query.dtype();
-        let [query, key, value] = self.stored([query, key, value]);
-        let attention = self.attend_chunk(query, key, value);
-        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
+        Ok(self.attend_chunk(query, key, value))
     }
 
     /// Returns the keys or values that are quantized in every sequence, or `None` if none are.
@@ -346,8 +326,12 @@ impl KvCache {
             let attend = functions::Attend { layout, fake_quant, options, sink_logits: None };
             return attend.closed_form(query, key, value);
         }
-        let dtype = query.dtype();
+        let (dtype, config) = (query.dtype(), self.layout.config());
         let [query, key, value] = [query, key, value].map(functions::floats);
+        // What is gathered is in the form that the cache stores, so the query and the chunk are
+        // brought to it.
+        let [stored_query, key] = functions::hadamard_query_key([query.clone(), key], config);
+        let value = functions::hadamard_values(value, config);
         // Tokens before `split` look the same to every row, so they are read in place. The others,
         // fewer than the residual and a group besides the chunk itself, are gathered.
         let tokens = key.dims()[2];
@@ -358,7 +342,8 @@ impl KvCache {
         let spec = StreamSpec { schedule, first_query: self.len(), first_key: split };
         let options = self.options;
         let sides = [key, key_hat, value, value_hat];
-        let tail = functions::stream(query.clone(), sides, None, spec, options);
+        let tail = functions::stream(stored_query, sides, None, spec, options);
+        let tail = tail.undo_hadamard(config);
         // If the sliding window hides tokens, only the sinks are left before `split`.
         let before = match self.hides(tokens) {
             true => split.min(schedule.sink_tokens),

@@ -43,10 +43,7 @@ impl KvCache {
     ) -> Result<Attention> {
         self.check_ragged("attend_ragged", [&query, &key, &value], tokens)?;
         let one = self.layout_of_one()?;
-        let dtype = query.dtype();
-        let [query, key, value] = self.stored([query, key, value]);
-        let attention = self.attend_each(query, key, value, tokens, one);
-        Ok(attention.undo_hadamard(self.layout.config()).with_dtype(dtype))
+        Ok(self.attend_each(query, key, value, tokens, one))
     }
 
     /// Appends a different number of tokens to each sequence, without attending: see
@@ -66,7 +63,6 @@ impl KvCache {
     ) -> Result<()> {
         self.check_ragged("append_ragged", [&key, &key, &value], tokens)?;
         let one = self.layout_of_one()?;
-        let [_, key, value] = self.stored([key.clone(), key, value]);
         let steps = few(tokens);
         for step in 0..steps.iter().copied().max().unwrap_or(0) {
             // No launch only writes at positions, so this step attends with an arbitrary query.
@@ -133,8 +129,7 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), len, &query.device())
     }
 
-    /// Computes [`attend_ragged`](Self::attend_ragged). Query, key, value and output are in the
-    /// form that the cache stores.
+    /// Computes [`attend_ragged`](Self::attend_ragged).
     fn attend_each(
         &mut self,
         query: Tensor<4>,
@@ -148,7 +143,7 @@ impl KvCache {
         if longest > 0 && self.is_even() && tokens.iter().all(|&n| n == longest) {
             let part = |tensor: Tensor<4>| tensor.narrow(2, 0, longest);
             let (query, key, value) = (part(query), part(key), part(value));
-            return self.attend_stored(query, key, value, longest).padded(m);
+            return self.attend_even(query, key, value, longest).padded(m);
         }
         let steps = few(tokens);
         let mut outputs = Vec::new();
@@ -163,7 +158,7 @@ impl KvCache {
             let [query, key, value] = [&query, &key, &value]
                 .map(|side| side.clone().narrow(0, sequence, 1).narrow(2, 0, n));
             let mut alone = self.alone(sequence, one);
-            let Attention { output, lse } = alone.attend_stored(query, key, value, n);
+            let Attention { output, lse } = alone.attend_even(query, key, value, n);
             self.state.put(&self.layout, sequence, &alone.state);
             let (this, rows) = (sequence..sequence + 1, 0..n);
             let whole = [this.clone(), 0..heads, rows.clone(), 0..shape[3]];

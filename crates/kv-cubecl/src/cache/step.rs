@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
 use super::{KvCache, check_device, state::StepPosition};
-use crate::{Attention, Error, Result, RopeTable, functions};
+use crate::{Attention, Error, Result, RopeTable};
 
 impl KvCache {
     /// Attends with one token at positions that the device holds.
@@ -124,23 +124,8 @@ impl KvCache {
     }
 
     /// Makes a step without counting its token.
-    fn take_step(&mut self, mut qkv: [Tensor<4>; 3], mut step: StepPosition<'_>) -> Attention {
-        let dtype = qkv[0].dtype();
-        if self.layout.config().uses_hadamard_keys()
-            && let Some(rope) = step.rope.take()
-        {
-            // The Hadamard transform comes after rope, so the kernels cannot apply rope.
-            let position = step.position.clone().unwrap_or_else(|| {
-                let len = TensorData::new(vec![self.len() as i32], [1]);
-                Tensor::from_data(len, (&qkv[0].device(), DType::I32))
-            });
-            let [query, key, value] = qkv;
-            qkv = [rope.apply_rope(query, &position), rope.apply_rope(key, &position), value];
-            qkv[2] = functions::floats(qkv[2].clone());
-        }
-        let (qkv, len) = (self.stored(qkv), self.len());
-        let attention = self.state.step(qkv, step, self.layout, len, self.options);
-        attention.undo_hadamard(self.layout.config()).with_dtype(dtype)
+    fn take_step(&mut self, qkv: [Tensor<4>; 3], step: StepPosition<'_>) -> Attention {
+        self.state.step(qkv, step, self.layout, self.len(), self.options)
     }
 
     fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {

@@ -114,16 +114,8 @@ fn attend_parallel(
     crate::backends::check_stream(n_heads, shape, key.dims()[2], spec, &device)?;
     debug_check_finite("streaming_attention", "key", &key)?;
     debug_check_finite("streaming_attention", "value", &value)?;
-    let dtype = query.dtype();
-    // An output that is processed further is rounded to a narrow type once, at the end.
-    let changed =
-        config.uses_hadamard_values() || config.uses_hadamard_keys() || sink_logits.is_some();
-    let query = if changed { floats(query) } else { query };
-    let [query, key] = hadamard_query_key([query, key], config);
-    let value = hadamard_values(value, config);
     let attend = Attend { layout: &layout, fake_quant, options, sink_logits };
-    let attention = attend.closed_form(query, key, value);
-    Ok(attention.undo_hadamard(config).with_dtype(dtype))
+    Ok(attend.closed_form(query, key, value))
 }
 
 /// Applies the Hadamard transform to a side if the cache stores it transformed.
@@ -184,7 +176,7 @@ pub(crate) struct Attend<'a> {
 
 impl Attend<'_> {
     /// Computes [`streaming_attention_with`] without its checks. The sequence starts with an empty
-    /// cache; values and output are after [`hadamard_values`].
+    /// cache.
     pub(crate) fn closed_form(
         self,
         query: Tensor<4>,
@@ -192,7 +184,13 @@ impl Attend<'_> {
         value: Tensor<4>,
     ) -> Attention {
         let Self { layout, fake_quant, options, sink_logits } = self;
-        let config = layout.config();
+        let (config, dtype) = (layout.config(), query.dtype());
+        // An output that is processed further is rounded to a narrow type once, at the end.
+        let changed =
+            config.uses_hadamard_values() || config.uses_hadamard_keys() || sink_logits.is_some();
+        let query = if changed { floats(query) } else { query };
+        let [query, key] = hadamard_query_key([query, key], config);
+        let value = hadamard_values(value, config);
         let [key, value] = [key, value].map(|side| store(floats(side), config.float));
         let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
         let sides = layout.sides();
@@ -201,15 +199,17 @@ impl Attend<'_> {
             None => tensor.clone(),
         };
         let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
-        if fake_quant.quantize_everything {
+        let (sides, spec) = match fake_quant.quantize_everything {
             // Every row sees the restored form of every token.
-            let float = KvCacheConfig::float().with_sliding_window(config.sliding_window);
-            let spec = StreamSpec::whole(&float.with_sink_tokens(config.sink_tokens));
-            let sides = [key_hat.clone(), key_hat, value_hat.clone(), value_hat];
-            return stream(query, sides, sink_logits, spec, options);
-        }
-        let spec = StreamSpec::whole(config);
-        stream(query, [key, key_hat, value, value_hat], sink_logits, spec, options)
+            true => {
+                let float = KvCacheConfig::float().with_sliding_window(config.sliding_window);
+                let spec = StreamSpec::whole(&float.with_sink_tokens(config.sink_tokens));
+                ([key_hat.clone(), key_hat, value_hat.clone(), value_hat], spec)
+            }
+            false => ([key, key_hat, value, value_hat], StreamSpec::whole(config)),
+        };
+        let attention = stream(query, sides, sink_logits, spec, options);
+        attention.undo_hadamard(config).with_dtype(dtype)
     }
 }
 

@@ -21,6 +21,7 @@ use crate::{
         cache::{self, BlockSource, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
+        hadamard::{RopeBefore, launch_hadamard},
         rope::{self, RopeBinding},
     },
     layout::{CacheLayout, QuantSpec, Side, Sides},
@@ -46,11 +47,29 @@ pub(super) fn write(
     value: CubeTensor,
     layout: CacheLayout,
     len: usize,
-    step: StepTensors<'_>,
+    mut step: StepTensors<'_>,
 ) -> CacheState<CubeBackend> {
     let CacheState { mut keys, mut values, floats } = contiguous(state);
     let floats = writable(floats);
-    let (key, value) = (into_contiguous(key), into_contiguous(value));
+    let uses = Sides::from_fn(|side| layout.config().uses_hadamard(side));
+    let before = match uses.keys {
+        true => {
+            let (rope, positions) =
+                (step.rope.take().map(rope_binding), step.position.map(positions));
+            RopeBefore { rope, position: len, positions }
+        }
+        false => RopeBefore::default(),
+    };
+    let stored = |rows: CubeTensor, transformed: bool, before: RopeBefore| match transformed {
+        true => hadamard(into_contiguous(rows), before),
+        // The other side is f32 then.
+        false if uses != Sides::default() => {
+            into_contiguous(CubeBackend::float_cast(rows, FloatDType::F32))
+        }
+        false => into_contiguous(rows),
+    };
+    let key = stored(key, uses.keys, before);
+    let value = stored(value, uses.values, RopeBefore::default());
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
     let flushes = match step.position {
         Some(_) => Sides { keys: true, values: true },
@@ -112,13 +131,18 @@ pub(super) fn decode_attention(
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
     };
-    // The chunk kernel reads vectors of f32 to which rope has been applied.
+    // The chunk kernel reads vectors of f32, after rope and the Hadamard transform.
     let query = match plan {
         Some(_) => {
             let query = into_contiguous(CubeBackend::float_cast(query, FloatDType::F32));
-            match step.rope.take() {
-                Some(table) => apply_rope(query, table, tokens - 1),
-                None => query,
+            let (rope, position) = (step.rope.take(), tokens - 1);
+            match (layout.config().uses_hadamard_keys(), rope) {
+                (true, rope) => {
+                    let rope = rope.map(rope_binding);
+                    hadamard(query, RopeBefore { rope, position, positions: None })
+                }
+                (false, Some(table)) => apply_rope(query, table, position),
+                (false, None) => query,
             }
         }
         None => query,
@@ -162,6 +186,15 @@ pub(in crate::backends) fn check_decode(
         Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
         None => decode_attention::check_size(&problem, properties),
     }
+}
+
+/// The Hadamard transform of the rows of `x`, contiguous, after rope; f32.
+pub(super) fn hadamard(x: CubeTensor, before: RopeBefore) -> CubeTensor {
+    let shape = dims(&x);
+    let output = empty_like(&x, shape, DType::F32);
+    let (n, input, out) = (shape.iter().product(), arg(&x), arg(&output));
+    launched(launch_hadamard(&x.client, input, out, before, [n, shape[3]], elem(&x)));
+    output
 }
 
 /// Applies rope by `position` to the rows of `x`, contiguous and f32.

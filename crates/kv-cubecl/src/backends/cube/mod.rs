@@ -27,6 +27,7 @@ use crate::{
             launch_fake_quantize_blocks, launch_gradient_blocks, launch_quantize,
             launch_quantize_blocks,
         },
+        hadamard::RopeBefore,
         quantize::{self, RestoreProblem},
         streaming_attention::{self, BackwardBindings, ForwardBindings, StreamProblem},
     },
@@ -112,11 +113,7 @@ impl KvCacheOps for CubeBackend {
     }
 
     fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self> {
-        let data = writable(into_contiguous(input));
-        let [.., head_dim] = dims(&data);
-        let n = data.meta.shape().num_elements();
-        launched(quantize::launch_hadamard(&data.client, arg(&data), n, head_dim));
-        data
+        cache::hadamard(into_contiguous(input), RopeBefore::default())
     }
 
     fn write(

@@ -30,7 +30,7 @@ use rayon::prelude::*;
 use super::sinks;
 use crate::{
     AttentionOptions, CacheFloat, CacheState, KvCacheOps, SteGradient, Token,
-    layout::{CacheLayout, PackedLayout, QuantSpec, Sides, StreamSpec},
+    layout::{CacheLayout, PackedLayout, QuantSpec, Side, Sides, StreamSpec},
     scores::DOWN,
     shapes, simd,
 };
@@ -123,13 +123,7 @@ impl KvCacheOps for Flex {
     fn hadamard(input: FloatTensor<Self>) -> FloatTensor<Self> {
         let [.., head_dim]: [usize; 4] = dims(&input);
         let mut output = input.to_contiguous();
-        let rows = output.storage_mut::<f32>();
-        match rows.len() <= FEW_ROTATED {
-            true => simd::hadamard(rows, head_dim),
-            false => rows
-                .par_chunks_mut(FEW_ROTATED / head_dim * head_dim)
-                .for_each(|rows| simd::hadamard(rows, head_dim)),
-        }
+        hadamard_rows(output.storage_mut(), head_dim);
         output
     }
 
@@ -141,7 +135,8 @@ impl KvCacheOps for Flex {
         len: usize,
     ) -> CacheState<Self> {
         let [_, _, added, _]: [usize; 4] = dims(&key);
-        let (key, value) = (floats(key), floats(value));
+        let key = stored(floats(key), Side::Keys, &layout);
+        let value = stored(floats(value), Side::Values, &layout);
         let chunks = Sides { keys: key.storage(), values: value.storage() };
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
         let state = cache::flush(state, chunks, &layout, &slices, len, added);
@@ -157,10 +152,12 @@ impl KvCacheOps for Flex {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
-        let (shape, dtype, query) = (dims(&query), query.dtype(), floats(query));
+        let (shape, dtype) = (dims(&query), query.dtype());
+        let query = stored(floats(query), Side::Keys, &layout);
         let threads = rayon::current_num_threads();
         let attend = decode::Attend { layout: &layout, len, tokens, slices, options, threads };
-        let (output, lse) = attend.run(query.storage(), shape, &state);
+        let (mut output, lse) = attend.run(query.storage(), shape, &state);
+        undo_hadamard(&mut output, &layout);
         attention(output, lse, shape, layout.shape().head_dim.values, dtype)
     }
 
@@ -182,8 +179,14 @@ impl KvCacheOps for Flex {
             let [_, rotary_dim] = dims(table);
             rope::Table { data: table.storage(), rotary_dim }
         });
-        let [query, key] =
-            [&query, &key].map(|rows| rope::apply_rope(rows.storage(), shape[3], positions, table));
+        let [query, key] = [&query, &key].map(|rows| {
+            let mut rows = rope::apply_rope(rows.storage(), shape[3], positions, table);
+            if layout.config().uses_hadamard_keys() {
+                hadamard_rows(rows.to_mut(), shape[3]);
+            }
+            rows
+        });
+        let value = stored(value, Side::Values, &layout);
         let slices = layout.slices() / positions.len();
         let chunks = Sides { keys: &*key, values: value.storage() };
         state = contiguous_state(state);
@@ -210,8 +213,9 @@ impl KvCacheOps for Flex {
             attend.run(&query, shape, &state)
         });
         let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
-        let (outputs, lses) = (outputs.concat(), lses.concat());
-        let (output, lse) = attention(outputs, lses, shape, value_dim, dtype);
+        let mut output = outputs.concat();
+        undo_hadamard(&mut output, &layout);
+        let (output, lse) = attention(output, lses.concat(), shape, value_dim, dtype);
         (state, output, lse)
     }
 
@@ -291,6 +295,32 @@ fn floats(tensor: FlexTensor) -> FlexTensor {
 /// `tensor` as `dtype`, a float type; as it is if it has that already.
 fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
+}
+
+/// Rows of a side, or of a query of keys, as a cache stores them: after the Hadamard transform if it
+/// uses one.
+fn stored(mut rows: FlexTensor, side: Side, layout: &CacheLayout) -> FlexTensor {
+    if layout.config().uses_hadamard(side) {
+        hadamard_rows(rows.storage_mut(), layout.shape().head_dim[side]);
+    }
+    rows
+}
+
+/// Undoes the Hadamard transform of values in an output.
+fn undo_hadamard(output: &mut [f32], layout: &CacheLayout) {
+    if layout.config().uses_hadamard_values() {
+        hadamard_rows(output, layout.shape().head_dim.values);
+    }
+}
+
+/// Applies the Hadamard transform to rows of `head_dim` elements.
+fn hadamard_rows(rows: &mut [f32], head_dim: usize) {
+    match rows.len() <= FEW_ROTATED {
+        true => simd::hadamard(rows, head_dim),
+        false => rows
+            .par_chunks_mut(FEW_ROTATED / head_dim * head_dim)
+            .for_each(|rows| simd::hadamard(rows, head_dim)),
+    }
 }
 
 /// [`contiguous`] for each tensor of a cache.

@@ -73,6 +73,9 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) flat: bool,
     /// True if a sliding window may hide tokens, so packed tokens are in a ring.
     pub(crate) window: bool,
+    /// Whether keys and values are stored after the Hadamard transform. The query gets it too, and
+    /// the output loses it.
+    pub(crate) hadamard: Sides<bool>,
     /// True if scores have a soft cap.
     pub(crate) softcap: bool,
     /// True if there is one split, whose sums are the result.
@@ -194,6 +197,7 @@ pub(super) fn prepare(
         plane: hardware.plane,
         flat: false,
         window: layout.config().sliding_window.is_some(),
+        hadamard: Sides::from_fn(|side| config.uses_hadamard(side)),
         softcap: problem.scores.softcap.is_some(),
         whole: false,
     };

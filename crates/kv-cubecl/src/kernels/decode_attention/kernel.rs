@@ -8,7 +8,10 @@ use super::{
     tiles::{LOWEST, extent_of, tile_at},
     values::add_values,
 };
-use crate::kernels::grid::cube_at;
+use crate::kernels::{
+    grid::cube_at,
+    hadamard::{hadamard_rows, hadamard_scale},
+};
 
 /// One cube per (slice, split, chunk of query rows); writes `(o, m, l)` of each row to `results`
 /// `[slices, rows, n_splits, head_dim + 2]`, with the head_dim of values. A split that is the whole
@@ -40,7 +43,6 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     let mut rows = new_rows(bp);
     let extent = extent_of(slice, split, &args, bp);
     load_query::<Q>(query, &mut rows, slice, first_row, extent.tokens, &args, bp);
-    sync_cube();
     for index in extent.first_tile..extent.last_tile {
         let tile = tile_at(index, &extent, &args, bp);
         let scores = score::<R, N>(&buffers, slice, &tile, &rows, &args, bp);
@@ -58,7 +60,8 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     write_rows(results, lse, &mut rows, slice, split, first_row, &args, bp);
 }
 
-/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel).
+/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel). With a
+/// `hadamard` of the channels, which are then those of a cube, their Hadamard transform is undone.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],
@@ -67,8 +70,10 @@ pub(super) fn merge_partials<Q: Float>(
     n: usize,
     n_splits: usize,
     head_dim: usize,
+    #[comptime] hadamard: Option<usize>,
     #[define(Q)] _query_type: ElemType,
 ) {
+    let mut merged = f32::new(0.0);
     if ABSOLUTE_POS < n {
         let row = ABSOLUTE_POS / head_dim;
         let channel = ABSOLUTE_POS % head_dim;
@@ -86,9 +91,23 @@ pub(super) fn merge_partials<Q: Float>(
             sum += weight * partials[at + head_dim + 1];
             out += weight * partials[at + channel];
         }
-        output[ABSOLUTE_POS] = Q::cast_from(normalized(out, sum));
+        merged = normalized(out, sum);
         if channel == 0 {
             lse[row] = log_sum_exp(maximum, sum);
         }
+    }
+    #[comptime]
+    match hadamard {
+        Some(channels) => {
+            let unit = UNIT_POS as usize;
+            let mut row = Shared::<[f32]>::new_slice(channels);
+            row[unit] = merged;
+            hadamard_rows(&mut row, unit, channels, channels, channels);
+            merged = row[unit] * comptime!(hadamard_scale(channels));
+        }
+        None => {}
+    }
+    if ABSOLUTE_POS < n {
+        output[ABSOLUTE_POS] = Q::cast_from(merged);
     }
 }

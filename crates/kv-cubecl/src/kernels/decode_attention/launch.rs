@@ -15,12 +15,13 @@ use crate::{
 /// The buffers of a launch, all contiguous.
 #[allow(missing_debug_implementations, reason = "buffer arguments have none")]
 pub(crate) struct DecodeBindings<'a> {
-    /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys.
+    /// `[slices, rows, head_dim]` of the problem's type, with the head_dim of keys, before the
+    /// Hadamard transform of keys.
     pub(crate) query: BufferArg,
     /// The cache. With a position, that of the last token, the problem's lengths are only what is
     /// planned for; past the capacity counts as the last.
     pub(crate) cache: CacheBindings,
-    /// As `query`, with the head_dim of values.
+    /// As `query`, with the head_dim of values; the Hadamard transform of values is undone.
     pub(crate) output: BufferArg,
     /// f32 `[slices, rows]`.
     pub(crate) lse: &'a dyn Fn() -> BufferArg,
@@ -136,7 +137,7 @@ pub(crate) fn partial_results(
     move || unsafe { BufferArg::from_raw_parts(partials.clone(), len) }
 }
 
-/// Merges the splits of each row.
+/// Merges the splits of each row, and undoes the Hadamard transform of values.
 pub(crate) fn launch_merge(
     client: &Client,
     partials: BufferArg,
@@ -145,9 +146,17 @@ pub(crate) fn launch_merge(
     problem: &DecodeProblem,
     n_splits: usize,
 ) -> Result<()> {
+    const WHAT: &str = "decode_attention";
     let head_dim = problem.layout.shape().head_dim.values;
-    let n = problem.layout.slices() * problem.rows * head_dim;
-    let grid = elementwise(client, "decode_attention", n, partial_elements(problem, n_splits))?;
+    let rows = problem.layout.slices() * problem.rows;
+    let (n, elements) = (rows * head_dim, partial_elements(problem, n_splits));
+    let (grid, hadamard) = match problem.layout.config().uses_hadamard_values() {
+        true => {
+            let limits = Limits::of(client.properties());
+            (Grid::new(WHAT, [rows, 1, 1], head_dim, elements, &limits)?, Some(head_dim))
+        }
+        false => (elementwise(client, WHAT, n, elements)?, None),
+    };
     kernel::merge_partials::launch(
         client,
         grid.count(),
@@ -159,6 +168,7 @@ pub(crate) fn launch_merge(
         n,
         n_splits,
         head_dim,
+        hadamard,
         problem.query,
     );
     Ok(())

@@ -8,7 +8,13 @@ use super::{
     base::DecodeBlueprint,
     tiles::{LOWEST, Tile, weight_of},
 };
-use crate::{kernels::rope::apply_rope, layout::QuantSpec};
+use crate::{
+    kernels::{
+        hadamard::{hadamard_rows, hadamard_scale},
+        rope::apply_rope,
+    },
+    layout::QuantSpec,
+};
 
 /// Memory that the units of a cube share, and the sums that each unit keeps.
 #[derive(CubeType)]
@@ -86,7 +92,8 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
 }
 
 /// Scales the cube's rows of the query, after rope by the position of token `tokens - 1` if there
-/// is a table; those past the last are zeros. To be followed by a barrier.
+/// is a table, and the Hadamard transform if keys are stored after it; those past the last are
+/// zeros. Ends with a barrier.
 #[cube]
 pub(super) fn load_query<Q: Float>(
     query: &[Q],
@@ -98,16 +105,26 @@ pub(super) fn load_query<Q: Float>(
     #[comptime] bp: DecodeBlueprint,
 ) {
     let key_dim = comptime!(bp.head_dim.keys);
+    let n = comptime!(bp.rows * bp.head_dim.keys);
+    let mut scale = args.scale;
+    if comptime!(bp.hadamard.keys) {
+        scale *= comptime!(hadamard_scale(bp.head_dim.keys));
+    }
     let mut i = state.unit;
-    while i < comptime!(bp.rows * bp.head_dim.keys) {
+    while i < n {
         let row = first_row + i / key_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
             let (at, position) = ((slice * args.rows + row) * key_dim, clamp_min(tokens, 1) - 1);
-            q = apply_rope::<Q>(query, at, i % key_dim, position, &args.rope) * args.scale;
+            q = apply_rope::<Q>(query, at, i % key_dim, position, &args.rope) * scale;
         }
         state.query[i] = q;
         i += comptime!(bp.units);
+    }
+    if comptime!(bp.hadamard.keys) {
+        hadamard_rows(&mut state.query, state.unit, comptime!(bp.units), n, key_dim);
+    } else {
+        sync_cube();
     }
 }
 
@@ -203,7 +220,7 @@ pub(super) fn weigh(
 }
 
 /// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split; or, if it
-/// is the whole, into the output and its log-sum-exp.
+/// is the whole, into the output, without the Hadamard transform of values, and its log-sum-exp.
 #[cube]
 pub(super) fn write_rows(
     results: &mut [f32],
@@ -230,6 +247,19 @@ pub(super) fn write_rows(
         }
         state.scratch[strides * value_dim + state.unit] = state.sums[r];
         sync_cube();
+        let mut c = state.unit;
+        while c < value_dim {
+            // Only this unit reads column `c`.
+            let mut total = state.scratch[c];
+            for i in 1..strides {
+                total += state.scratch[i * value_dim + c];
+            }
+            state.scratch[c] = total;
+            c += units;
+        }
+        if comptime!(bp.whole && bp.hadamard.values) {
+            hadamard_rows(&mut state.scratch, state.unit, units, value_dim, value_dim);
+        }
         let row = first_row + r;
         if row < args.rows {
             let row = slice * args.rows + row;
@@ -245,12 +275,12 @@ pub(super) fn write_rows(
             }
             let mut c = state.unit;
             while c < value_dim {
-                let mut total = f32::new(0.0);
-                for i in 0..strides {
-                    total += state.scratch[i * value_dim + c];
-                }
+                let mut total = state.scratch[c];
                 if comptime!(bp.whole) {
                     total = normalized(total, sum);
+                }
+                if comptime!(bp.whole && bp.hadamard.values) {
+                    total *= comptime!(hadamard_scale(bp.head_dim.values));
                 }
                 results[base + c] = total;
                 c += units;

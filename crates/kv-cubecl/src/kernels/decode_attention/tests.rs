@@ -146,6 +146,7 @@ mod ptx {
                 (),
                 (),
                 (),
+                None,
                 ElemType::Float(FloatKind::F32),
             );
             let mut kernels = vec![named("merge", merge)];

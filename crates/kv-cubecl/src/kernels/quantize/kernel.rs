@@ -9,10 +9,7 @@ use crate::{
             square, value,
         },
     },
-    kernels::{
-        ELEMENTWISE_UNITS,
-        layout::{block_words, factor_in, group_words, parameter_address, parameter_in},
-    },
+    kernels::layout::{block_words, factor_in, group_words, parameter_address, parameter_in},
 };
 
 /// Rounds to the nearest `R` and back; one unit per element.
@@ -29,41 +26,6 @@ pub(super) fn round_trip<R: Float>(
             x = saturate(x);
         }
         data[ABSOLUTE_POS] = f32::cast_from(R::cast_from(x));
-    }
-}
-
-/// Applies the Hadamard transform to rows of `head_dim` elements, which divides the elements of a
-/// cube. Each unit handles two elements.
-#[cube(launch, address_type = "dynamic")]
-pub(super) fn hadamard(data: &mut [f32], n: usize, #[comptime] head_dim: usize) {
-    let scale = comptime!(1.0 / (head_dim as f32).sqrt());
-    let unit = UNIT_POS as usize;
-    let first = 2 * (ABSOLUTE_POS - unit);
-    let mut rows = Shared::<[f32]>::new_slice(comptime!(2 * ELEMENTWISE_UNITS));
-    #[unroll]
-    for half in 0..2usize {
-        let i = unit + half * ELEMENTWISE_UNITS;
-        if first + i < n {
-            rows[i] = data[first + i];
-        }
-    }
-    sync_cube();
-    #[unroll]
-    for stage in 0..comptime!(head_dim.trailing_zeros()) {
-        let stride = comptime!(1usize << stage);
-        let i = unit / stride * (2 * stride) + unit % stride;
-        let a = rows[i];
-        let b = rows[i + stride];
-        rows[i] = a + b;
-        rows[i + stride] = a - b;
-        sync_cube();
-    }
-    #[unroll]
-    for half in 0..2usize {
-        let i = unit + half * ELEMENTWISE_UNITS;
-        if first + i < n {
-            data[first + i] = rows[i] * scale;
-        }
     }
 }
 

@@ -122,17 +122,3 @@ pub(crate) fn launch_round_trip(
     kernel::round_trip::launch(client, count, dim, grid.address, data, n, saturating, elem);
     Ok(())
 }
-
-/// Applies the Hadamard transform to rows of `head_dim` elements in `data`, `n` elements of f32
-/// ([`KvCacheOps::hadamard`](crate::KvCacheOps::hadamard)).
-pub(crate) fn launch_hadamard(
-    client: &Client,
-    data: BufferArg,
-    n: usize,
-    head_dim: usize,
-) -> Result<()> {
-    // A unit has two elements of a row. Rows divide the elements of a cube.
-    let grid = elementwise(client, "hadamard", n.div_ceil(2), n)?;
-    kernel::hadamard::launch(client, grid.count(), grid.dim(), grid.address, data, n, head_dim);
-    Ok(())
-}

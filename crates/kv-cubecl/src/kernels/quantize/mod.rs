@@ -1,5 +1,4 @@
-//! Hadamard transform, restoring packed tensors, fake quantization (quantizing and restoring in
-//! place) and its gradient.
+//! Restoring packed tensors, fake quantization (quantizing and restoring in place) and its gradient.
 //!
 //! Quantizing itself is [`super::cache::launch_quantize`].
 
@@ -9,6 +8,6 @@ mod launch;
 mod tests;
 
 pub(crate) use launch::{
-    RestoreProblem, launch_dequantize, launch_fake_quantize, launch_hadamard, launch_round_trip,
+    RestoreProblem, launch_dequantize, launch_fake_quantize, launch_round_trip,
     launch_scale_gradient,
 };
