@@ -7,12 +7,15 @@ use super::{
     layout::{Positions, PositionsLaunch},
     rope::{Rope, RopeBinding, apply_rope, rope_arg},
 };
-use crate::Result;
+use crate::{Result, layout::Sides};
 
 /// What the rows of the Hadamard matrix are multiplied by, so that it is its own inverse.
 pub(crate) fn hadamard_scale(head_dim: usize) -> f32 {
     1.0 / (head_dim as f32).sqrt()
 }
+
+/// Most stages between two barriers: the 8 elements that they combine fit into registers.
+const STAGES: u32 = 3;
 
 /// Applies the Hadamard transform, without its [scale](hadamard_scale), to `n` elements in rows of
 /// `head_dim`, with all `units` of a cube. Begins and ends with a barrier.
@@ -25,39 +28,64 @@ pub(crate) fn hadamard_rows(
     #[comptime] head_dim: usize,
 ) {
     sync_cube();
+    let all = comptime!(head_dim.trailing_zeros());
     #[unroll]
-    for stage in 0..comptime!(head_dim.trailing_zeros()) {
-        let stride = comptime!(1usize << stage);
-        let mut pair = unit;
-        while pair < comptime!(n / 2) {
-            let i = pair / stride * (2 * stride) + pair % stride;
-            let a = rows[i];
-            let b = rows[i + stride];
-            rows[i] = a + b;
-            rows[i + stride] = a - b;
-            pair += units;
+    for part in 0..comptime!(all.div_ceil(STAGES)) {
+        let stages = comptime!(STAGES.min(all - part * STAGES));
+        let stride = comptime!(1usize << (part * STAGES));
+        let len = comptime!(1usize << stages);
+        // Elements `stride` apart are combined with each other and with no others.
+        let mut group = unit;
+        while group < comptime!(n / len) {
+            let first = group / stride * (len * stride) + group % stride;
+            let mut x = Array::<f32>::new(len);
+            #[unroll]
+            for i in 0..len {
+                x[i] = rows[first + i * stride];
+            }
+            #[unroll]
+            for stage in 0..stages {
+                #[unroll]
+                for pair in 0..comptime!(len / 2) {
+                    let apart = comptime!(1usize << stage);
+                    let i = comptime!(pair / apart * (2 * apart) + pair % apart);
+                    let (a, b) = (x[i], x[i + apart]);
+                    x[i] = a + b;
+                    x[i + apart] = a - b;
+                }
+            }
+            #[unroll]
+            for i in 0..len {
+                rows[first + i * stride] = x[i];
+            }
+            group += units;
         }
         sync_cube();
     }
 }
 
-/// Applies rope, if there is a table, and the Hadamard transform to rows of `head_dim` elements,
-/// which divides the elements of a cube. Each unit handles two elements.
-#[cube(launch, address_type = "dynamic")]
-fn hadamard<F: Float>(
-    input: &[F],
-    output: &mut [f32],
-    n: usize,
+/// The rope of rows that get the Hadamard transform after it.
+#[derive(CubeType, CubeLaunch)]
+struct RopeArgs {
     rope: Rope,
     positions: Positions,
+    /// The position of all rows, unless there are positions.
     position: usize,
+}
+
+/// Applies rope, if there is a table, and the Hadamard transform to as many elements of `input`,
+/// from `first` on, as a cube has [room](CUBE_ELEMENTS) for; rows of `head_dim` divide these.
+#[cube]
+fn transform<F: Float>(
+    input: &[F],
+    output: &mut [f32],
+    first: usize,
+    n: usize,
+    args: &RopeArgs,
     #[comptime] head_dim: usize,
-    #[define(F)] _dtype: ElemType,
 ) {
     let unit = UNIT_POS as usize;
-    let first = 2 * (ABSOLUTE_POS - unit);
-    let len = comptime!(2 * ELEMENTWISE_UNITS);
-    let mut rows = Shared::<[f32]>::new_slice(len);
+    let mut rows = Shared::<[f32]>::new_slice(CUBE_ELEMENTS);
     #[unroll]
     for half in 0..2usize {
         let i = unit + half * ELEMENTWISE_UNITS;
@@ -65,20 +93,21 @@ fn hadamard<F: Float>(
         if first + i < n {
             let channel = (first + i) % head_dim;
             let row = first + i - channel;
-            let mut at = position;
+            let mut position = args.position;
             #[comptime]
-            match &positions.newest {
+            match &args.positions.newest {
                 ComptimeOption::Some(newest) => {
                     // One below 0 takes no part.
-                    at = clamp_min(newest[row / head_dim / positions.slices], 0) as usize;
+                    let newest = newest[row / head_dim / args.positions.slices];
+                    position = clamp_min(newest, 0) as usize;
                 }
                 ComptimeOption::None => {}
             }
-            x = apply_rope::<F>(input, row, channel, at, &rope);
+            x = apply_rope::<F>(input, row, channel, position, &args.rope);
         }
         rows[i] = x;
     }
-    hadamard_rows(&mut rows, unit, ELEMENTWISE_UNITS, len, head_dim);
+    hadamard_rows(&mut rows, unit, ELEMENTWISE_UNITS, CUBE_ELEMENTS, head_dim);
     #[unroll]
     for half in 0..2usize {
         let i = unit + half * ELEMENTWISE_UNITS;
@@ -86,6 +115,61 @@ fn hadamard<F: Float>(
             output[first + i] = rows[i] * comptime!(hadamard_scale(head_dim));
         }
     }
+}
+
+/// Elements of a cube, two for each unit.
+const CUBE_ELEMENTS: usize = 2 * ELEMENTWISE_UNITS;
+
+/// [`fn@transform`] of `n` elements.
+#[cube(launch, address_type = "dynamic")]
+fn one<F: Float>(
+    input: &[F],
+    output: &mut [f32],
+    n: usize,
+    args: RopeArgs,
+    #[comptime] head_dim: usize,
+    #[define(F)] _dtype: ElemType,
+) {
+    let first = ABSOLUTE_POS / ELEMENTWISE_UNITS * CUBE_ELEMENTS;
+    transform::<F>(input, output, first, n, &args, head_dim);
+}
+
+/// [`fn@transform`] of keys, with rope, and of values: first the cubes of the keys.
+#[cube(launch, address_type = "dynamic")]
+fn both<F: Float>(
+    key: &[F],
+    value: &[F],
+    key_output: &mut [f32],
+    value_output: &mut [f32],
+    n_keys: usize,
+    n_values: usize,
+    key_args: RopeArgs,
+    value_args: RopeArgs,
+    #[comptime] head_dim: Sides<usize>,
+    #[define(F)] _dtype: ElemType,
+) {
+    let cube = ABSOLUTE_POS / ELEMENTWISE_UNITS;
+    let key_cubes = n_keys.div_ceil(CUBE_ELEMENTS);
+    if cube < key_cubes {
+        let first = cube * CUBE_ELEMENTS;
+        transform::<F>(key, key_output, first, n_keys, &key_args, comptime!(head_dim.keys));
+    } else {
+        let first = (cube - key_cubes) * CUBE_ELEMENTS;
+        let head_dim = comptime!(head_dim.values);
+        transform::<F>(value, value_output, first, n_values, &value_args, head_dim);
+    }
+}
+
+/// Rows of `head_dim` elements and where their transform goes.
+#[allow(missing_debug_implementations, reason = "buffer arguments have none")]
+pub(crate) struct HadamardBindings {
+    pub(crate) input: BufferArg,
+    /// f32.
+    pub(crate) output: BufferArg,
+    /// Elements of both.
+    pub(crate) n: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) before: RopeBefore,
 }
 
 /// Rope for rows that get the Hadamard transform after it.
@@ -100,33 +184,51 @@ pub(crate) struct RopeBefore {
     pub(crate) positions: Option<(BufferArg, usize)>,
 }
 
-/// Writes the Hadamard transform of `input`, `n` elements of type `dtype` in rows of `head_dim`, to
-/// `output`, f32 ([`KvCacheOps::hadamard`](crate::KvCacheOps::hadamard)).
+impl RopeBefore {
+    /// The argument for this many rows.
+    fn arg(self, rows: usize) -> RopeArgsLaunch {
+        let (positions, sequences) = self.positions.unzip();
+        let positions = PositionsLaunch::new(positions.into(), rows / sequences.unwrap_or(1));
+        RopeArgsLaunch::new(rope_arg(self.rope), positions, self.position)
+    }
+}
+
+/// Computes [`KvCacheOps::hadamard`](crate::KvCacheOps::hadamard) of rows of type `dtype`.
 pub(crate) fn launch_hadamard(
     client: &Client,
-    input: BufferArg,
-    output: BufferArg,
-    before: RopeBefore,
-    [n, head_dim]: [usize; 2],
+    rows: HadamardBindings,
     dtype: ElemType,
 ) -> Result<()> {
-    let RopeBefore { rope, position, positions } = before;
-    let (positions, sequences) = positions.unzip();
-    let slices = n / head_dim / sequences.unwrap_or(1);
-    // A unit has two elements of a row. Rows divide the elements of a cube.
+    let HadamardBindings { input, output, n, head_dim, before } = rows;
     let grid = elementwise(client, "hadamard", n.div_ceil(2), n)?;
-    hadamard::launch(
+    let args = before.arg(n / head_dim);
+    let (count, dim) = (grid.count(), grid.dim());
+    one::launch(client, count, dim, grid.address, input, output, n, args, head_dim, dtype);
+    Ok(())
+}
+
+/// [`launch_hadamard`] of keys and values in one launch.
+pub(crate) fn launch_hadamard_of_both(
+    client: &Client,
+    Sides { keys, values }: Sides<HadamardBindings>,
+    dtype: ElemType,
+) -> Result<()> {
+    let cubes = keys.n.div_ceil(CUBE_ELEMENTS) + values.n.div_ceil(CUBE_ELEMENTS);
+    let grid = elementwise(client, "hadamard", cubes * ELEMENTWISE_UNITS, keys.n.max(values.n))?;
+    both::launch(
         client,
         grid.count(),
         grid.dim(),
         grid.address,
-        input,
-        output,
-        n,
-        rope_arg(rope),
-        PositionsLaunch::new(positions.into(), slices),
-        position,
-        head_dim,
+        keys.input,
+        values.input,
+        keys.output,
+        values.output,
+        keys.n,
+        values.n,
+        keys.before.arg(keys.n / keys.head_dim),
+        values.before.arg(values.n / values.head_dim),
+        Sides { keys: keys.head_dim, values: values.head_dim },
         dtype,
     );
     Ok(())

@@ -21,7 +21,7 @@ use crate::{
         cache::{self, BlockSource, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
-        hadamard::{RopeBefore, launch_hadamard},
+        hadamard::{HadamardBindings, RopeBefore, launch_hadamard, launch_hadamard_of_both},
         rope::{self, RopeBinding},
     },
     layout::{CacheLayout, QuantSpec, Side, Sides},
@@ -38,6 +38,15 @@ pub(super) struct StepTensors<'a> {
     pub(super) rope: Option<&'a CubeTensor>,
 }
 
+impl StepTensors<'_> {
+    /// Takes the rope for rows that get the Hadamard transform after it, at `position` unless the
+    /// device holds another. The kernels that follow then apply none.
+    fn take_rope(&mut self, position: usize) -> RopeBefore {
+        let rope = self.rope.take().map(rope_binding);
+        RopeBefore { rope, position, positions: self.position.map(positions) }
+    }
+}
+
 /// Appends `key` and `value` to a cache of `len` tokens. With a device position, the kernel reads
 /// the length from it, and `len` only plans the launch. A rope table applies to the key of a single
 /// token.
@@ -51,25 +60,7 @@ pub(super) fn write(
 ) -> CacheState<CubeBackend> {
     let CacheState { mut keys, mut values, floats } = contiguous(state);
     let floats = writable(floats);
-    let uses = Sides::from_fn(|side| layout.config().uses_hadamard(side));
-    let before = match uses.keys {
-        true => {
-            let (rope, positions) =
-                (step.rope.take().map(rope_binding), step.position.map(positions));
-            RopeBefore { rope, position: len, positions }
-        }
-        false => RopeBefore::default(),
-    };
-    let stored = |rows: CubeTensor, transformed: bool, before: RopeBefore| match transformed {
-        true => hadamard(into_contiguous(rows), before),
-        // The other side is f32 then.
-        false if uses != Sides::default() => {
-            into_contiguous(CubeBackend::float_cast(rows, FloatDType::F32))
-        }
-        false => into_contiguous(rows),
-    };
-    let key = stored(key, uses.keys, before);
-    let value = stored(value, uses.values, RopeBefore::default());
+    let [key, value] = stored([key, value].map(into_contiguous), &layout, len, &mut step);
     let problem = CacheProblem { layout, len, added: dims(&key)[2], float: elem(&floats) };
     let flushes = match step.position {
         Some(_) => Sides { keys: true, values: true },
@@ -131,18 +122,16 @@ pub(super) fn decode_attention(
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
     };
-    // The chunk kernel reads vectors of f32, after rope and the Hadamard transform.
     let query = match plan {
+        // The chunk kernel reads vectors of f32, after rope and the Hadamard transform.
+        Some(_) if layout.config().uses_hadamard_keys() => {
+            hadamard(into_contiguous(query), step.take_rope(tokens - 1))
+        }
         Some(_) => {
             let query = into_contiguous(CubeBackend::float_cast(query, FloatDType::F32));
-            let (rope, position) = (step.rope.take(), tokens - 1);
-            match (layout.config().uses_hadamard_keys(), rope) {
-                (true, rope) => {
-                    let rope = rope.map(rope_binding);
-                    hadamard(query, RopeBefore { rope, position, positions: None })
-                }
-                (false, Some(table)) => apply_rope(query, table, position),
-                (false, None) => query,
+            match step.rope.take() {
+                Some(table) => apply_rope(query, table, tokens - 1),
+                None => query,
             }
         }
         None => query,
@@ -188,13 +177,49 @@ pub(in crate::backends) fn check_decode(
     }
 }
 
+/// Returns key and value as a cache of `len` tokens stores them: unchanged, or in f32 where a side
+/// is stored after the Hadamard transform.
+fn stored(
+    [key, value]: [CubeTensor; 2],
+    layout: &CacheLayout,
+    len: usize,
+    step: &mut StepTensors<'_>,
+) -> [CubeTensor; 2] {
+    let as_f32 = |rows| into_contiguous(CubeBackend::float_cast(rows, FloatDType::F32));
+    match Sides::from_fn(|side| layout.config().uses_hadamard(side)) {
+        Sides { keys: false, values: false } => [key, value],
+        Sides { keys: true, values: false } => [hadamard(key, step.take_rope(len)), as_f32(value)],
+        Sides { keys: false, values: true } => {
+            [as_f32(key), hadamard(value, RopeBefore::default())]
+        }
+        Sides { keys: true, values: true } => {
+            let outputs = [&key, &value].map(|rows| empty_like(rows, dims(rows), DType::F32));
+            let rows = Sides {
+                keys: hadamard_bindings(&key, &outputs[0], step.take_rope(len)),
+                values: hadamard_bindings(&value, &outputs[1], RopeBefore::default()),
+            };
+            launched(launch_hadamard_of_both(&key.client, rows, elem(&key)));
+            outputs
+        }
+    }
+}
+
 /// The Hadamard transform of the rows of `x`, contiguous, after rope; f32.
 pub(super) fn hadamard(x: CubeTensor, before: RopeBefore) -> CubeTensor {
-    let shape = dims(&x);
-    let output = empty_like(&x, shape, DType::F32);
-    let (n, input, out) = (shape.iter().product(), arg(&x), arg(&output));
-    launched(launch_hadamard(&x.client, input, out, before, [n, shape[3]], elem(&x)));
+    let output = empty_like(&x, dims(&x), DType::F32);
+    let rows = hadamard_bindings(&x, &output, before);
+    launched(launch_hadamard(&x.client, rows, elem(&x)));
     output
+}
+
+fn hadamard_bindings(
+    input: &CubeTensor,
+    output: &CubeTensor,
+    before: RopeBefore,
+) -> HadamardBindings {
+    let (shape, input, output) = (dims(input), arg(input), arg(output));
+    let n = shape.iter().product();
+    HadamardBindings { input, output, n, head_dim: shape[3], before }
 }
 
 /// Applies rope by `position` to the rows of `x`, contiguous and f32.
