@@ -95,7 +95,7 @@ impl KvMemory<'_> {
     }
 
     /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key come before
-    /// the position encoding; rope is applied in the launches that append and attend.
+    /// the position encoding; rope is applied in the launches of the step.
     ///
     /// # Errors
     /// Fails as [`KvCache::attend_with_rope`] and [`KvCache::attend_at_with_rope`] do, and with

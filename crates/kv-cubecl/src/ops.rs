@@ -153,8 +153,8 @@ pub trait KvCacheOps: Backend {
 
     /// Appends `key` and `value` `[batch, n_kv_heads, m, head_dim]` to a cache of `len` tokens, in
     /// place: applies the [`hadamard`](Self::hadamard) transform to the sides that the cache stores
-    /// so, quantizes what leaves the residual, and writes the new tokens that stay in float into
-    /// their slots.
+    /// transformed, quantizes what leaves the residual, and writes the new tokens that stay in
+    /// float into their slots.
     #[fusion(meta = |state, _key, _value, _layout, _len| state.clone())]
     fn write(
         #[extension_type] state: CacheState<Self>,
@@ -167,8 +167,8 @@ pub trait KvCacheOps: Backend {
     /// Attention of `query` `[batch, n_heads, m, head_dim]` over the first `tokens` tokens of a
     /// cache of `len` tokens. There is no causal mask: every row sees all of them. The packed form
     /// is read directly, without a restored copy of the cache. Where keys are stored after the
-    /// [`hadamard`](Self::hadamard) transform, the query gets it too; where values are, the output
-    /// loses it.
+    /// [`hadamard`](Self::hadamard) transform, the query is transformed, too; where values are, the
+    /// transform is undone in the output.
     ///
     /// Returns the output `[batch, n_heads, m, head_dim]` and the log-sum-exp of the scaled scores
     /// `[batch, n_heads, m]`, by which partial results are merged.

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 /// At position `p`, channels `i` and `i + rotary_dim / 2` of a head are rotated by an angle whose
 /// cosine and sine are in the table. Channels from `rotary_dim` on stay unchanged.
 ///
-/// A cache with a table applies rope to query and key inside the launches that append and attend;
-/// see [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
+/// A cache with a table applies rope to query and key inside the launches of a step; see
+/// [`KvCache::attend_with_rope`](crate::KvCache::attend_with_rope).
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     table: Tensor<2>,

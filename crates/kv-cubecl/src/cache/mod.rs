@@ -328,8 +328,8 @@ impl KvCache {
         }
         let (dtype, config) = (query.dtype(), self.layout.config());
         let [query, key, value] = [query, key, value].map(functions::floats);
-        // What is gathered is in the form that the cache stores, so the query and the chunk are
-        // brought to it.
+        // Gathered tokens are in the form that the cache stores, so the query and the chunk are
+        // transformed, too.
         let [stored_query, key] = functions::hadamard_query_key([query.clone(), key], config);
         let value = functions::hadamard_values(value, config);
         // Tokens before `split` look the same to every row, so they are read in place. The others,

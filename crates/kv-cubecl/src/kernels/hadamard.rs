@@ -9,10 +9,13 @@ use super::{
 };
 use crate::{Result, layout::Sides};
 
-/// What the rows of the Hadamard matrix are multiplied by, so that it is its own inverse.
+/// The factor that makes the Hadamard matrix its own inverse.
 pub(crate) fn hadamard_scale(head_dim: usize) -> f32 {
     1.0 / (head_dim as f32).sqrt()
 }
+
+/// Elements of a cube, two for each unit.
+const CUBE_ELEMENTS: usize = 2 * ELEMENTWISE_UNITS;
 
 /// Most stages between two barriers: the 8 elements that they combine fit into registers.
 const STAGES: u32 = 3;
@@ -64,7 +67,7 @@ pub(crate) fn hadamard_rows(
     }
 }
 
-/// The rope of rows that get the Hadamard transform after it.
+/// [`RopeBefore`] in a kernel.
 #[derive(CubeType, CubeLaunch)]
 struct RopeArgs {
     rope: Rope,
@@ -117,12 +120,9 @@ fn transform<F: Float>(
     }
 }
 
-/// Elements of a cube, two for each unit.
-const CUBE_ELEMENTS: usize = 2 * ELEMENTWISE_UNITS;
-
-/// [`fn@transform`] of `n` elements.
+/// Transforms `n` elements.
 #[cube(launch, address_type = "dynamic")]
-fn one<F: Float>(
+fn hadamard<F: Float>(
     input: &[F],
     output: &mut [f32],
     n: usize,
@@ -130,13 +130,12 @@ fn one<F: Float>(
     #[comptime] head_dim: usize,
     #[define(F)] _dtype: ElemType,
 ) {
-    let first = ABSOLUTE_POS / ELEMENTWISE_UNITS * CUBE_ELEMENTS;
-    transform::<F>(input, output, first, n, &args, head_dim);
+    transform::<F>(input, output, CUBE_POS * CUBE_ELEMENTS, n, &args, head_dim);
 }
 
-/// [`fn@transform`] of keys, with rope, and of values: first the cubes of the keys.
+/// Transforms keys, after rope, and values; the first cubes take the keys.
 #[cube(launch, address_type = "dynamic")]
-fn both<F: Float>(
+fn hadamard_keys_values<F: Float>(
     key: &[F],
     value: &[F],
     key_output: &mut [f32],
@@ -148,7 +147,7 @@ fn both<F: Float>(
     #[comptime] head_dim: Sides<usize>,
     #[define(F)] _dtype: ElemType,
 ) {
-    let cube = ABSOLUTE_POS / ELEMENTWISE_UNITS;
+    let cube = CUBE_POS;
     let key_cubes = n_keys.div_ceil(CUBE_ELEMENTS);
     if cube < key_cubes {
         let first = cube * CUBE_ELEMENTS;
@@ -200,22 +199,23 @@ pub(crate) fn launch_hadamard(
     dtype: ElemType,
 ) -> Result<()> {
     let HadamardBindings { input, output, n, head_dim, before } = rows;
-    let grid = elementwise(client, "hadamard", n.div_ceil(2), n)?;
+    let units = n.div_ceil(CUBE_ELEMENTS) * ELEMENTWISE_UNITS;
+    let grid = elementwise(client, "hadamard", units, n)?;
     let args = before.arg(n / head_dim);
     let (count, dim) = (grid.count(), grid.dim());
-    one::launch(client, count, dim, grid.address, input, output, n, args, head_dim, dtype);
+    hadamard::launch(client, count, dim, grid.address, input, output, n, args, head_dim, dtype);
     Ok(())
 }
 
 /// [`launch_hadamard`] of keys and values in one launch.
-pub(crate) fn launch_hadamard_of_both(
+pub(crate) fn launch_hadamard_keys_values(
     client: &Client,
     Sides { keys, values }: Sides<HadamardBindings>,
     dtype: ElemType,
 ) -> Result<()> {
     let cubes = keys.n.div_ceil(CUBE_ELEMENTS) + values.n.div_ceil(CUBE_ELEMENTS);
     let grid = elementwise(client, "hadamard", cubes * ELEMENTWISE_UNITS, keys.n.max(values.n))?;
-    both::launch(
+    hadamard_keys_values::launch(
         client,
         grid.count(),
         grid.dim(),
@@ -232,4 +232,66 @@ pub(crate) fn launch_hadamard_of_both(
         dtype,
     );
     Ok(())
+}
+
+#[cfg(all(test, feature = "cuda-ptx"))]
+mod tests {
+    use super::{hadamard::Hadamard, hadamard_keys_values::HadamardKeysValues, *};
+    use crate::kernels::{
+        cuda_source::{buffer, each_ptx, named, settings},
+        layout::PositionsCompilationArg,
+        rope::RopeCompilationArg,
+    };
+
+    /// With a rope table and positions, or with neither.
+    fn args(buffers: bool) -> RopeArgsCompilationArg {
+        use ComptimeOptionCompilationArg::{None, Some};
+        let (newest, table) = match buffers {
+            true => (Some(buffer()), Some(buffer())),
+            false => (None, None),
+        };
+        RopeArgsCompilationArg {
+            rope: RopeCompilationArg { table, positions: (), half: () },
+            positions: PositionsCompilationArg { newest, slices: () },
+            position: (),
+        }
+    }
+
+    #[test]
+    fn no_array_is_in_local_memory() {
+        let float = ElemType::Float(cubecl::ir::FloatKind::F32);
+        let s = || settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
+        let (b, t) = (buffer, Default::default);
+        for head_dim in [64, 128, 256] {
+            each_ptx(|card| {
+                let one = Hadamard::new(
+                    s(),
+                    card.clone(),
+                    t(),
+                    b(),
+                    b(),
+                    (),
+                    args(true),
+                    head_dim,
+                    float,
+                );
+                let both = HadamardKeysValues::new(
+                    s(),
+                    card.clone(),
+                    t(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    (),
+                    (),
+                    args(true),
+                    args(false),
+                    Sides { keys: head_dim, values: 64 },
+                    float,
+                );
+                vec![named("hadamard", one), named("hadamard-keys-values", both)]
+            });
+        }
+    }
 }

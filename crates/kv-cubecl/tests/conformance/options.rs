@@ -156,6 +156,10 @@ fn keys_and_values_of_different_width<T: Target>(on: &On<T>) {
             check(on, &text, AttentionOptions::default());
         }
     }
+    for (key_dim, value_dim) in [(128, 64), (32, 128)] {
+        let text = Setup::new("kint8vint8-hadk-hadv", [2, 4, 2, 75, key_dim], 59);
+        check(on, &text.with_value_dim(value_dim), AttentionOptions::default());
+    }
 }
 
 /// Windows that hide more than a group and less, that begin within a group and between two, with

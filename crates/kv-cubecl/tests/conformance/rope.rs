@@ -15,13 +15,16 @@ stamp!(
 
 /// Caches of every way of storing keys, with sinks, windows and several rows of queries for a head,
 /// few and many.
-const SETUPS: [(&str, [usize; 5]); 12] = [
+const SETUPS: [(&str, [usize; 5]); 14] = [
     ("k2v2-g16-r16", [2, 4, 2, 70, 64]),
     ("k4v2-g16-r32-s3-after", [1, 6, 2, 70, 48]),
     ("k8v16-g16-r32", [1, 2, 2, 70, 32]),
     ("k16v4-g16-r16-s20", [2, 2, 1, 70, 64]),
     ("k4v4-g8-r8-w24", [1, 4, 2, 70, 16]),
     ("kint8v4-g16-r16", [1, 4, 2, 70, 64]),
+    // Blocks that are gathered before they are quantized.
+    ("k3v3-g16-r16-clip", [1, 4, 2, 70, 64]),
+    ("kvn2vvn2-t16-r32", [1, 4, 2, 70, 64]),
     // Keys with the Hadamard transform after rope.
     ("kint8vint8-r16-hadk", [2, 4, 2, 70, 64]),
     ("ke4m3v16-s3-hadk-hadv", [1, 4, 2, 70, 32]),

@@ -273,7 +273,7 @@ impl<'a> Memory<'a> {
         rope.table().filter(|_| applies)
     }
 
-    /// Attends with one token before rope, which the launches that append and attend apply.
+    /// Attends with one token before rope, which the launches of the step apply.
     /// [`rope_table`](Self::rope_table) returns `rope_table`.
     pub(crate) fn attend_with_rope(
         self,

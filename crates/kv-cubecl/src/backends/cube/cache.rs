@@ -21,7 +21,7 @@ use crate::{
         cache::{self, BlockSource, CacheBindings, CacheProblem},
         chunk_attention,
         decode_attention::{self, DecodeBindings, DecodeProblem},
-        hadamard::{HadamardBindings, RopeBefore, launch_hadamard, launch_hadamard_of_both},
+        hadamard::{HadamardBindings, RopeBefore, launch_hadamard, launch_hadamard_keys_values},
         rope::{self, RopeBinding},
     },
     layout::{CacheLayout, QuantSpec, Side, Sides},
@@ -42,8 +42,9 @@ impl StepTensors<'_> {
     /// Takes the rope for rows that get the Hadamard transform after it, at `position` unless the
     /// device holds another. The kernels that follow then apply none.
     fn take_rope(&mut self, position: usize) -> RopeBefore {
-        let rope = self.rope.take().map(rope_binding);
-        RopeBefore { rope, position, positions: self.position.map(positions) }
+        let rope = self.rope.take();
+        let positions = rope.and(self.position).map(positions);
+        RopeBefore { rope: rope.map(rope_binding), position, positions }
     }
 }
 
@@ -79,8 +80,9 @@ pub(super) fn write(
         |side| layout.sides()[side].spec.is_some_and(|spec: QuantSpec| spec.reads_twice());
     for (side, chunk, words) in sides.into_iter().filter(|(side, ..)| read_twice(*side)) {
         if flushes[side] {
-            let source =
-                BlockSource { floats: arg(&floats), chunk: arg(chunk), chunk_elem: elem(chunk) };
+            let rope = step.rope.filter(|_| side == Side::Keys).map(rope_binding);
+            let (floats, chunk_elem) = (arg(&floats), elem(chunk));
+            let source = BlockSource { floats, chunk: arg(chunk), chunk_elem, rope };
             let positions = || step.position.map(positions);
             let words = arg(words);
             launched(cache::launch_flush_blocks(client, source, words, &positions, &problem, side));
@@ -198,7 +200,7 @@ fn stored(
                 keys: hadamard_bindings(&key, &outputs[0], step.take_rope(len)),
                 values: hadamard_bindings(&value, &outputs[1], RopeBefore::default()),
             };
-            launched(launch_hadamard_of_both(&key.client, rows, elem(&key)));
+            launched(launch_hadamard_keys_values(&key.client, rows, elem(&key)));
             outputs
         }
     }

@@ -297,8 +297,7 @@ fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
 }
 
-/// Rows of a side, or of a query of keys, as a cache stores them: after the Hadamard transform if it
-/// uses one.
+/// Returns keys (or queries) or values in the form that the cache stores.
 fn stored(mut rows: FlexTensor, side: Side, layout: &CacheLayout) -> FlexTensor {
     if layout.config().uses_hadamard(side) {
         hadamard_rows(rows.storage_mut(), layout.shape().head_dim[side]);
@@ -315,10 +314,10 @@ fn undo_hadamard(output: &mut [f32], layout: &CacheLayout) {
 
 /// Applies the Hadamard transform to rows of `head_dim` elements.
 fn hadamard_rows(rows: &mut [f32], head_dim: usize) {
-    match rows.len() <= FEW_ROTATED {
+    match rows.len() <= FEW_TRANSFORMED {
         true => simd::hadamard(rows, head_dim),
         false => rows
-            .par_chunks_mut(FEW_ROTATED / head_dim * head_dim)
+            .par_chunks_mut(FEW_TRANSFORMED / head_dim * head_dim)
             .for_each(|rows| simd::hadamard(rows, head_dim)),
     }
 }
@@ -330,8 +329,8 @@ fn contiguous_state(state: CacheState<Flex>) -> CacheState<Flex> {
     CacheState { keys, values, floats }
 }
 
-/// Elements whose rotation takes about as long as waking a thread.
-const FEW_ROTATED: usize = 1 << 14;
+/// Elements whose Hadamard transform takes about as long as waking a thread.
+const FEW_TRANSFORMED: usize = 1 << 14;
 
 /// About how many tokens fake quantization packs at a time; whole groups, at least one.
 const RESTORED: usize = 512;

@@ -13,7 +13,7 @@ use crate::{
         Grid, Limits, elementwise,
         layout::{PositionsLaunch, SideArgsLaunch, positions_arg},
         quantize::RestoreProblem,
-        rope::rope_arg,
+        rope::{RopeBinding, rope_arg},
     },
     layout::{Schedule, Side},
 };
@@ -27,6 +27,8 @@ pub(crate) struct BlockSource {
     pub(crate) chunk: BufferArg,
     /// Type of the chunk.
     pub(crate) chunk_elem: ElemType,
+    /// Rope table for the chunk.
+    pub(crate) rope: Option<RopeBinding>,
 }
 
 /// Blocks of a launch.
@@ -79,7 +81,7 @@ impl Blocks<'_> {
             grid.dim(),
             grid.address,
             source.floats,
-            ChunkLaunch::new(source.chunk, rope_arg(None)),
+            ChunkLaunch::new(source.chunk, rope_arg(source.rope)),
             numbers,
             (self.args)(),
             (self.side)(),
@@ -208,7 +210,7 @@ fn with_whole(
     // There are no float rows: they are never read, but a binding must not be empty.
     // SAFETY: the buffer is allocated with this length.
     let floats = unsafe { BufferArg::from_raw_parts(client.empty(size_of::<f32>()), 1) };
-    let source = BlockSource { floats, chunk: data, chunk_elem: F32 };
+    let source = BlockSource { floats, chunk: data, chunk_elem: F32, rope: None };
     let gathered = blocks.gather(source, F32)?;
     run(&blocks, &gathered)
 }

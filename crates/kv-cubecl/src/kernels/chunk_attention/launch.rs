@@ -18,8 +18,8 @@ use crate::{
     },
 };
 
-/// Attention as planned, over a cache whose length the host knows, in two launches. The query is
-/// after the Hadamard transform if keys are stored after it.
+/// Attention as planned, over a cache whose length the host knows, in two launches. The query
+/// must already be transformed if keys are stored transformed.
 ///
 /// # Errors
 /// Fails as [`grid_of`] does.

@@ -73,8 +73,8 @@ pub(crate) struct DecodeBlueprint {
     pub(crate) flat: bool,
     /// True if a sliding window may hide tokens, so packed tokens are in a ring.
     pub(crate) window: bool,
-    /// Whether keys and values are stored after the Hadamard transform. The query gets it too, and
-    /// the output loses it.
+    /// True for a side that is stored after the Hadamard transform. The query is transformed for
+    /// keys, and the transform of values is undone in the output.
     pub(crate) hadamard: Sides<bool>,
     /// True if scores have a soft cap.
     pub(crate) softcap: bool,

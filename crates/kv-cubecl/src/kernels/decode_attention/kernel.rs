@@ -60,8 +60,8 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     write_rows(results, lse, &mut rows, slice, split, first_row, &args, bp);
 }
 
-/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel). With a
-/// `hadamard` of the channels, which are then those of a cube, their Hadamard transform is undone.
+/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel). If
+/// `hadamard` is the number of channels, a cube has one row and undoes its Hadamard transform.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],

@@ -4,7 +4,9 @@
 //! words are read once for all of them, and writes a partial softmax per row: `o`, the weighted sum
 //! of values, `m`, the largest score, and `l`, the sum of weights. A second kernel merges them. The
 //! history is never restored in memory: scales and minima are folded into the query once per group
-//! of keys, or into sums over the codes of a token.
+//! of keys, or into sums over the codes of a token. If keys are stored after the Hadamard
+//! transform, every cube transforms its query rows; if values are, the last kernel undoes it in the
+//! output.
 //!
 //! **Supported**: head_dim up to 256; any number of query heads per kv head and of query rows;
 //! every format or float on either side; f32 and f16 float rows.

@@ -91,8 +91,8 @@ pub(super) fn zeros(#[comptime] len: usize) -> Array<f32> {
     array
 }
 
-/// Scales the cube's rows of the query, after rope by the position of token `tokens - 1` if there
-/// is a table, and the Hadamard transform if keys are stored after it; those past the last are
+/// Scales the cube's rows of the query, after rope by the position of the newest token if there is
+/// a table, and the Hadamard transform if keys are stored after it; those past the last are
 /// zeros. Ends with a barrier.
 #[cube]
 pub(super) fn load_query<Q: Float>(
@@ -110,12 +110,21 @@ pub(super) fn load_query<Q: Float>(
     if comptime!(bp.hadamard.keys) {
         scale *= comptime!(hadamard_scale(bp.head_dim.keys));
     }
+    let mut position = clamp_min(tokens, 1) - 1;
+    #[comptime]
+    match &args.positions.newest {
+        ComptimeOption::Some(newest) => {
+            // A full cache has fewer tokens than the position says.
+            position = clamp_min(newest[slice / args.positions.slices], 0) as usize;
+        }
+        ComptimeOption::None => {}
+    }
     let mut i = state.unit;
     while i < n {
         let row = first_row + i / key_dim;
         let mut q = f32::new(0.0);
         if row < args.rows {
-            let (at, position) = ((slice * args.rows + row) * key_dim, clamp_min(tokens, 1) - 1);
+            let at = (slice * args.rows + row) * key_dim;
             q = apply_rope::<Q>(query, at, i % key_dim, position, &args.rope) * scale;
         }
         state.query[i] = q;
@@ -220,7 +229,7 @@ pub(super) fn weigh(
 }
 
 /// Adds up the units' outputs and sums, one row at a time, into `(o, m, l)` of the split; or, if it
-/// is the whole, into the output, without the Hadamard transform of values, and its log-sum-exp.
+/// is the whole, into the output, whose Hadamard transform is undone, and its log-sum-exp.
 #[cube]
 pub(super) fn write_rows(
     results: &mut [f32],
@@ -247,12 +256,21 @@ pub(super) fn write_rows(
         }
         state.scratch[strides * value_dim + state.unit] = state.sums[r];
         sync_cube();
+        let mut sum = f32::new(0.0);
+        if comptime!(bp.whole) || state.unit == 0 {
+            for i in 0..units {
+                sum += state.scratch[strides * value_dim + i];
+            }
+        }
         let mut c = state.unit;
         while c < value_dim {
             // Only this unit reads column `c`.
             let mut total = state.scratch[c];
             for i in 1..strides {
                 total += state.scratch[i * value_dim + c];
+            }
+            if comptime!(bp.whole) {
+                total = normalized(total, sum);
             }
             state.scratch[c] = total;
             c += units;
@@ -263,12 +281,6 @@ pub(super) fn write_rows(
         let row = first_row + r;
         if row < args.rows {
             let row = slice * args.rows + row;
-            let mut sum = f32::new(0.0);
-            if comptime!(bp.whole) || state.unit == 0 {
-                for i in 0..units {
-                    sum += state.scratch[strides * value_dim + i];
-                }
-            }
             let mut base = row * value_dim;
             if comptime!(!bp.whole) {
                 base = (row * args.n_splits + split) * (value_dim + 2);
@@ -276,9 +288,6 @@ pub(super) fn write_rows(
             let mut c = state.unit;
             while c < value_dim {
                 let mut total = state.scratch[c];
-                if comptime!(bp.whole) {
-                    total = normalized(total, sum);
-                }
                 if comptime!(bp.whole && bp.hadamard.values) {
                     total *= comptime!(hadamard_scale(bp.head_dim.values));
                 }

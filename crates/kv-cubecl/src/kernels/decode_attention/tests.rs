@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Every number of bits, both float types, and every kind of token that is packed by itself.
-const CACHES: [&str; 10] = [
+const CACHES: [&str; 11] = [
     "float",
     "float-f16",
     "k8v8",
@@ -32,6 +32,7 @@ const CACHES: [&str; 10] = [
     "kint8vint8",
     "ke4m3ve5m2",
     "kmxfp4ve4m3b",
+    "kint8vint8-hadk-hadv",
 ];
 /// Query rows per kv head, and whether the kernel reads the length from the device: what
 /// `kv-eval bench` measures on CUDA.
@@ -133,23 +134,25 @@ mod ptx {
     #[test]
     fn no_array_is_in_local_memory() {
         each_ptx(|card| {
-            let settings = settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
-            let [partials, output, lse] = [(); 3].map(|()| buffer());
-            let (device, target) = (card.clone(), Default::default());
-            let merge = MergePartials::new(
-                settings,
-                device,
-                target,
-                partials,
-                output,
-                lse,
-                (),
-                (),
-                (),
-                None,
-                ElemType::Float(FloatKind::F32),
-            );
-            let mut kernels = vec![named("merge", merge)];
+            let merge = |hadamard: Option<usize>| {
+                let units = hadamard.unwrap_or(ELEMENTWISE_UNITS);
+                let [partials, output, lse] = [(); 3].map(|()| buffer());
+                MergePartials::new(
+                    settings(units, ExecutionMode::Checked),
+                    card.clone(),
+                    Default::default(),
+                    partials,
+                    output,
+                    lse,
+                    (),
+                    (),
+                    (),
+                    hadamard,
+                    ElemType::Float(FloatKind::F32),
+                )
+            };
+            let mut kernels =
+                vec![named("merge", merge(None)), named("merge-hadamard", merge(Some(128)))];
             for cache in CACHES {
                 for (head_dim, rows) in
                     [64, 128].into_iter().flat_map(|d| ROWS.map(|rows| (d, rows)))

@@ -1,4 +1,5 @@
-//! Restoring packed tensors, fake quantization (quantizing and restoring in place) and its gradient.
+//! Restoring packed tensors, and fake quantization (quantizing and restoring in place) with its
+//! gradient.
 //!
 //! Quantizing itself is [`super::cache::launch_quantize`].
 
