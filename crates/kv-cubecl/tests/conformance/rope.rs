@@ -23,8 +23,8 @@ const SETUPS: [(&str, [usize; 5]); 14] = [
     ("k4v4-g8-r8-w24", [1, 4, 2, 70, 16]),
     ("kint8v4-g16-r16", [1, 4, 2, 70, 64]),
     // Blocks that are gathered before they are quantized.
-    ("k3v3-g16-r16-clip", [1, 4, 2, 70, 64]),
-    ("kvn2vvn2-t16-r32", [1, 4, 2, 70, 64]),
+    ("k2v2-g16-r16-clip", [1, 4, 2, 70, 64]),
+    ("kvn2vvn2-t64-r64", [1, 4, 2, 70, 64]),
     // Keys with the Hadamard transform after rope.
     ("kint8vint8-r16-hadk", [2, 4, 2, 70, 64]),
     ("ke4m3v16-s3-hadk-hadv", [1, 4, 2, 70, 32]),
