@@ -4,7 +4,7 @@ use cubecl::{client::Client, ir::ElemType, prelude::*};
 
 use super::{
     ELEMENTWISE_UNITS, elementwise,
-    layout::{Positions, PositionsLaunch},
+    layout::{Positions, PositionsLaunch, newest_position},
     rope::{Rope, RopeBinding, apply_rope, rope_arg},
 };
 use crate::{Result, layout::Sides};
@@ -96,16 +96,7 @@ fn transform<F: Float>(
         if first + i < n {
             let channel = (first + i) % head_dim;
             let row = first + i - channel;
-            let mut position = args.position;
-            #[comptime]
-            match &args.positions.newest {
-                ComptimeOption::Some(newest) => {
-                    // One below 0 takes no part.
-                    let newest = newest[row / head_dim / args.positions.slices];
-                    position = clamp_min(newest, 0) as usize;
-                }
-                ComptimeOption::None => {}
-            }
+            let position = newest_position(row / head_dim, &args.positions, args.position);
             x = apply_rope::<F>(input, row, channel, position, &args.rope);
         }
         rows[i] = x;

@@ -181,6 +181,21 @@ pub(crate) struct Positions {
     pub(crate) slices: usize,
 }
 
+/// Returns the position of the newest token of a slice's sequence, or 0 for one that takes no part;
+/// `counted` where there is no buffer.
+#[cube]
+pub(crate) fn newest_position(slice: usize, positions: &Positions, counted: usize) -> usize {
+    let mut position = counted;
+    #[comptime]
+    match &positions.newest {
+        ComptimeOption::Some(newest) => {
+            position = clamp_min(newest[slice / positions.slices], 0) as usize;
+        }
+        ComptimeOption::None => {}
+    }
+    position
+}
+
 /// Returns the launch argument of positions and their number, or of none.
 pub(crate) fn positions_arg(
     positions: Option<(BufferArg, usize)>,

@@ -179,16 +179,11 @@ impl KvCacheOps for Flex {
             let [_, rotary_dim] = dims(table);
             rope::Table { data: table.storage(), rotary_dim }
         });
-        let [query, key] = [&query, &key].map(|rows| {
-            let mut rows = rope::apply_rope(rows.storage(), shape[3], positions, table);
-            if layout.config().uses_hadamard_keys() {
-                hadamard_rows(rows.to_mut(), shape[3]);
-            }
-            rows
-        });
+        let [query, key] = [query, key]
+            .map(|rows| stored(rope::apply_rope(rows, positions, table), Side::Keys, &layout));
         let value = stored(value, Side::Values, &layout);
         let slices = layout.slices() / positions.len();
-        let chunks = Sides { keys: &*key, values: value.storage() };
+        let chunks = Sides { keys: key.storage(), values: value.storage() };
         state = contiguous_state(state);
         let mut sequences = Vec::with_capacity(positions.len());
         for (i, &position) in positions.iter().enumerate() {
@@ -210,7 +205,7 @@ impl KvCacheOps for Flex {
             }
             let (layout, slices, len) = (&layout, slices.clone(), *len);
             let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
-            attend.run(&query, shape, &state)
+            attend.run(query.storage(), shape, &state)
         });
         let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
         let mut output = outputs.concat();

@@ -1,6 +1,8 @@
 //! Rope: channel `i` of a row pairs with channel `i + rotary_dim / 2`.
 
-use std::borrow::Cow;
+use burn_flex::FlexTensor;
+
+use super::dims;
 
 /// A table `[positions, rotary_dim]`, whose rows are cosines, then sines.
 #[derive(Clone, Copy)]
@@ -26,20 +28,20 @@ impl Table<'_> {
     }
 }
 
-/// Applies rope to one token of each sequence, `rows` `[batch, heads, 1, head_dim]`, turned by its
-/// position if there is a table; of one position, all sequences by that.
-pub(super) fn apply_rope<'a>(
-    rows: &'a [f32],
-    head_dim: usize,
+/// Applies rope, if there is a table, to one token of each sequence, `rows` `[batch, heads, 1,
+/// head_dim]` in f32: by its position, or of one position by that for all sequences.
+pub(super) fn apply_rope(
+    mut rows: FlexTensor,
     positions: &[i32],
     table: Option<Table<'_>>,
-) -> Cow<'a, [f32]> {
-    let Some(table) = table else { return Cow::Borrowed(rows) };
-    let mut rows = rows.to_vec();
-    let of_each = rows.len() / positions.len();
-    for (rows, &position) in rows.chunks_exact_mut(of_each).zip(positions) {
+) -> FlexTensor {
+    let Some(table) = table else { return rows };
+    let [_, _, _, head_dim]: [usize; 4] = dims(&rows);
+    let data = rows.storage_mut::<f32>();
+    let of_each = data.len() / positions.len();
+    for (rows, &position) in data.chunks_exact_mut(of_each).zip(positions) {
         // One below 0 takes no part.
         table.apply_rope(rows, head_dim, usize::try_from(position).unwrap_or(0));
     }
-    Cow::Owned(rows)
+    rows
 }

@@ -11,6 +11,7 @@ use super::{
 use crate::{
     kernels::{
         hadamard::{hadamard_rows, hadamard_scale},
+        layout::newest_position,
         rope::apply_rope,
     },
     layout::QuantSpec,
@@ -110,15 +111,8 @@ pub(super) fn load_query<Q: Float>(
     if comptime!(bp.hadamard.keys) {
         scale *= comptime!(hadamard_scale(bp.head_dim.keys));
     }
-    let mut position = clamp_min(tokens, 1) - 1;
-    #[comptime]
-    match &args.positions.newest {
-        ComptimeOption::Some(newest) => {
-            // A full cache has fewer tokens than the position says.
-            position = clamp_min(newest[slice / args.positions.slices], 0) as usize;
-        }
-        ComptimeOption::None => {}
-    }
+    // A full cache has fewer tokens than a position says.
+    let position = newest_position(slice, &args.positions, clamp_min(tokens, 1) - 1);
     let mut i = state.unit;
     while i < n {
         let row = first_row + i / key_dim;

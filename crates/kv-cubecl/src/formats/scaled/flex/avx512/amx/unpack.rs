@@ -87,8 +87,8 @@ impl Unpack {
         }
     }
 
-    /// Returns the numbers of 64 E4M3 codes: those of the low and of the high halves of lanes of
-    /// 128 bits.
+    /// Returns the numbers of 64 E4M3 codes: first the low halves of the 128-bit lanes, then the
+    /// high halves.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn e4m3(&self, codes: __m512i) -> [__m512i; 2] {
