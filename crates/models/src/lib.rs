@@ -91,7 +91,7 @@ pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};
-pub use spec::{LayerSpec, ModelSpec, SharedEntries, SharedSelection, SparseLayer};
+pub use spec::{AttentionKind, LayerSpec, ModelSpec, SharedEntries, SharedSelection, SparseLayer};
 pub use stack::{
     ChannelNorm, DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource,
     LayerVisitor, SlidingConfig,

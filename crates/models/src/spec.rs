@@ -5,6 +5,7 @@ use kv_cubecl::{
     AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     error::Result,
@@ -29,6 +30,17 @@ pub struct LayerSpec {
     pub rope: Option<usize>,
     /// Sparse attention to one row per token and to compressed entries; `None` for keys and values.
     pub sparse: Option<SparseLayer>,
+}
+
+/// The attention of a layer, in a model that has layers of both kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum AttentionKind {
+    /// To all tokens.
+    Global,
+    /// To those in a sliding window of the layer's own.
+    Sliding,
 }
 
 /// The sparse attention of a layer besides its sliding window (DeepSeek-V4, 2026).
@@ -274,6 +286,20 @@ impl ModelSpec {
         layers: Vec<LayerSpec>,
     ) -> Self {
         Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
+    }
+
+    /// Returns the attention of layer `index`; `None` if all layers of the model are of one kind.
+    ///
+    /// # Panics
+    /// Panics when the model has no such layer.
+    pub fn attention_kind(&self, index: usize) -> Option<AttentionKind> {
+        let slides = |layer: &LayerSpec| layer.sliding_window.is_some();
+        let slides_here = slides(&self.layers[index]);
+        let mixed = self.layers.iter().any(|layer| slides(layer) != slides_here);
+        mixed.then_some(match slides_here {
+            true => AttentionKind::Sliding,
+            false => AttentionKind::Global,
+        })
     }
 
     /// Describes a model of the first `n` layers.

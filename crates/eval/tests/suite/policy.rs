@@ -178,7 +178,10 @@ fn errors_are_one_line() {
     says(beyond, &["rules[1] = k4v4: gives layer 1 the cache k4v4: ", "head_dim 16"]);
     fails(&[&ppl[..], &["nowhere.toml"]].concat(), &["nowhere.toml: not found"]);
     fails(&[&ppl[..], &["balance"]].concat(), &["balance", "did you mean balanced?"]);
-    fails(&[&ppl[..], &["balanced"]].concat(), &["rules[1].layers = -16,", "layers 0 to 1"]);
+    fails(
+        &[&ppl[..], &["balanced"]].concat(),
+        &["rules[0] = ", "gives layer 0 the cache", "head_dim 16"],
+    );
 }
 
 /// The search for a policy of the repository's model.

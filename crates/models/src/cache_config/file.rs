@@ -1,8 +1,8 @@
 //! Policies in JSON and TOML files.
 //!
-//! A file has `rules`, and optionally a `name` and a `capacity`. A policy with one rule for all
-//! layers, plus layers in float, is written as the fields of [`KvCacheConfig`] and `float_layers`.
-//! [`KV_CACHE_FILE`] beside the weights of a trained model has this form.
+//! A file has `rules`, and optionally a `name`, `n_layers` and a `capacity`. A policy with one rule
+//! for all layers, plus layers in float, is written as the fields of [`KvCacheConfig`] and
+//! `float_layers`. [`KV_CACHE_FILE`] beside the weights of a trained model has this form.
 
 use std::{
     collections::BTreeSet,
@@ -16,10 +16,13 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use super::{CAPACITY, LayerRule, Layers, ModelCacheConfig, Stores, name_rule, nearest::nearest};
+use super::{
+    CAPACITY, LAYERS, LayerRule, Layers, ModelCacheConfig, Stores, name_rule, nearest::nearest,
+};
 use crate::{
     error::{Error, Result},
     files,
+    spec::AttentionKind,
 };
 
 /// The file beside the weights that contains the cache a model was trained with.
@@ -130,6 +133,8 @@ fn fields_of_toml(text: &str) -> Result<Map<String, Value>, String> {
 struct PolicyFields<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    n_layers: Option<usize>,
     capacity: usize,
     rules: Vec<RuleFields>,
 }
@@ -138,6 +143,8 @@ struct PolicyFields<'a> {
 struct RuleFields {
     #[serde(skip_serializing_if = "Option::is_none")]
     layers: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attention: Option<AttentionKind>,
     #[serde(skip_serializing_if = "Option::is_none")]
     side: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -169,6 +176,7 @@ struct OneCache {
 impl From<&LayerRule> for RuleFields {
     fn from(rule: &LayerRule) -> Self {
         let layers = (!rule.layers.is_all()).then(|| rule.layers.to_string());
+        let rest = Self { layers, attention: rule.attention, ..Self::default() };
         match rule.stores {
             Stores::Cache(cache) => {
                 let name = cache.to_string();
@@ -180,13 +188,13 @@ impl From<&LayerRule> for RuleFields {
                     }
                     _ => Cache::Name(name),
                 };
-                Self { layers, cache: Some(cache), ..Self::default() }
+                Self { cache: Some(cache), ..rest }
             }
             Stores::Format { side, format, hadamard } => {
                 let side = side.map(|side| side.to_string());
-                Self { layers, side, format: Some(format), hadamard, ..Self::default() }
+                Self { side, format: Some(format), hadamard, ..rest }
             }
-            Stores::Start(tokens) => Self { layers, start: Some(tokens), ..Self::default() },
+            Stores::Start(tokens) => Self { start: Some(tokens), ..rest },
         }
     }
 }
@@ -197,7 +205,8 @@ impl Serialize for ModelCacheConfig {
             return one.serialize(serializer);
         }
         let rules = self.rules.iter().map(RuleFields::from).collect();
-        PolicyFields { name: self.name(), capacity: self.capacity, rules }.serialize(serializer)
+        let (name, n_layers, capacity) = (self.name(), self.n_layers, self.capacity);
+        PolicyFields { name, n_layers, capacity, rules }.serialize(serializer)
     }
 }
 
@@ -210,10 +219,12 @@ impl<'de> Deserialize<'de> for ModelCacheConfig {
 impl ModelCacheConfig {
     /// Returns the fields of a policy with one cache; `None` if they cannot express it.
     fn one_cache(&self) -> Option<OneCache> {
-        let ([first, rest @ ..], None) = (&self.rules[..], &self.name) else { return None };
+        let ([first, rest @ ..], None, None) = (&self.rules[..], &self.name, self.n_layers) else {
+            return None;
+        };
         let float_layers = match rest {
             [] => BTreeSet::new(),
-            [rule] if rule.is_float() => {
+            [rule] if rule.is_float() && rule.attention.is_none() => {
                 // Reading sorts the layers and removes duplicates, so only such lists have this
                 // form.
                 let numbers = rule.layers.numbers()?;
@@ -222,7 +233,7 @@ impl ModelCacheConfig {
             _ => return None,
         };
         match first.stores {
-            Stores::Cache(cache) if first.layers.is_all() => {
+            Stores::Cache(cache) if first.is_for_all() => {
                 Some(OneCache { cache: cache.with_capacity(self.capacity), float_layers })
             }
             _ => None,
@@ -262,7 +273,13 @@ impl ModelCacheConfig {
                 if let Some(Err(rule)) = name.as_deref().map(name_rule) {
                     return Err(WrongField::new("name", name.unwrap_or_default(), rule));
                 }
-                Self { name, ..Self::new(rules) }.with_capacity(capacity)
+                let policy = Self { name, ..Self::new(rules) }.with_capacity(capacity);
+                match optional(&mut fields, "n_layers")? {
+                    None => policy,
+                    Some(n) => policy
+                        .with_n_layers(n)
+                        .map_err(|_| WrongField::new("n_layers", n, LAYERS))?,
+                }
             }
         };
         none_left(fields)?;
@@ -313,8 +330,11 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
     };
     let layers = match fields.remove("layers") {
         None => Layers::all(),
-        Some(value) => layers_of(&value).map_err(|rule| WrongField::new("layers", value, rule))?,
+        Some(value) => {
+            Layers::from_value(&value).map_err(|rule| WrongField::new("layers", value, rule))?
+        }
     };
+    let attention = optional(&mut fields, "attention")?;
     let stores = match stored_field(&fields)? {
         "cache" => Stores::Cache(named_cache(fields.remove("cache").unwrap_or_default())?),
         "format" => format_of(&mut fields)?,
@@ -333,7 +353,7 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
         }
     }
     none_left(fields)?;
-    Ok(LayerRule { layers, stores })
+    Ok(LayerRule { layers, attention, stores })
 }
 
 /// Returns the field that contains what a rule stores. A rule has exactly one: the order of two
@@ -385,20 +405,6 @@ fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
 }
 
 const FLOAT_HAS_NO_HADAMARD: &str = "only quantized sides have a Hadamard transform";
-
-/// Parses layers from a number, a string, or a list of these.
-fn layers_of(value: &Value) -> Result<Layers, String> {
-    let one = |value: &Value| match value {
-        Value::Number(number) => Ok(number.to_string()),
-        Value::String(text) => Ok(text.clone()),
-        _ => Err("must be a layer, a range such as \"0..4\", or a list of these".to_string()),
-    };
-    let text = match value {
-        Value::Array(list) => list.iter().map(one).collect::<Result<Vec<_>, _>>()?.join(","),
-        value => one(value)?,
-    };
-    text.parse()
-}
 
 /// A field of a file that breaks a rule.
 #[derive(Debug, thiserror::Error)]

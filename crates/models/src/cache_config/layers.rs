@@ -2,6 +2,8 @@
 
 use core::{fmt, ops::Range, str::FromStr};
 
+use serde_json::Value;
+
 /// Some layers of a model, counted from 0, or from the end: -1 is the last.
 ///
 /// Its text is a list of layers and half-open ranges: `0`, `-1`, `0,29`, `0..4` (the first four),
@@ -131,6 +133,20 @@ impl Layers {
         runs.into_iter().collect()
     }
 
+    /// Parses layers from a number, a string, or a list of these.
+    pub(super) fn from_value(value: &Value) -> Result<Self, String> {
+        let one = |value: &Value| match value {
+            Value::Number(number) => Ok(number.to_string()),
+            Value::String(text) => Ok(text.clone()),
+            _ => Err("must be a layer, a range such as \"0..4\", or a list of these".to_string()),
+        };
+        let text = match value {
+            Value::Array(list) => list.iter().map(one).collect::<Result<Vec<_>, _>>()?.join(","),
+            value => one(value)?,
+        };
+        text.parse()
+    }
+
     /// Returns whether these are all layers of any model.
     pub fn is_all(&self) -> bool {
         self.0 == [Span::ALL]
@@ -160,11 +176,11 @@ impl Layers {
         }
     }
 
-    /// Checks that a model of `n` layers has all of them, and that no range is empty there.
-    pub(super) fn check(&self, n: usize) -> Result<(), String> {
+    /// Checks that `of`, which has `n` layers, has all of these, and that no range is empty there.
+    pub(super) fn check(&self, n: usize, of: &str) -> Result<(), String> {
         for span in &self.0 {
             match span.of(n) {
-                None => return Err(format!("the model has layers 0 to {}", n.saturating_sub(1))),
+                None => return Err(format!("{of} has layers 0 to {}", n.saturating_sub(1))),
                 Some(range) if range.is_empty() => {
                     return Err(format!("{span} has no layer in a model of {n}"));
                 }

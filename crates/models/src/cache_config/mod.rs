@@ -9,6 +9,7 @@ mod text;
 
 use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
+use self::rule::Place;
 pub use self::{
     file::KV_CACHE_FILE,
     layers::Layers,
@@ -16,7 +17,7 @@ pub use self::{
 };
 use crate::{
     error::{Error, Result},
-    spec::ModelSpec,
+    spec::{AttentionKind, ModelSpec},
 };
 
 /// The layer policy: the cache of every layer of a model. Its rules are applied in order, and later
@@ -26,7 +27,9 @@ use crate::{
 /// [Files](Self::read) are JSON or TOML:
 ///
 /// ```
-/// use kv_models::{LayerSpec, Layers, ModelCacheConfig, ModelSpec};
+/// use kv_models::{
+///     AttentionKind, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
+/// };
 /// use kv_models::kv_cubecl::{KvCacheConfig, Side, KvFormat};
 ///
 /// let policy = ModelCacheConfig::from_toml(r#"
@@ -41,13 +44,14 @@ use crate::{
 ///     format = 4               # 2, 3, 4, 8, 16 for float, or a name such as "int8"
 ///     [[rules]]
 ///     layers = "2..5"
+///     attention = "global"     # if other layers have a sliding window; or "sliding", these others
 ///     start = 64               # quantized from this token on; earlier ones stay in float
 /// "#)?;
 /// let k2v2_s4: KvCacheConfig = "k2v2-s4".parse()?;
 /// let built = ModelCacheConfig::from(k2v2_s4)
 ///     .with_cache("0..2,-1".parse::<Layers>()?, KvCacheConfig::float())
 ///     .with_format("-4..-1".parse::<Layers>()?, Side::Keys, KvFormat::Affine4)
-///     .with_start(2..5, 64);
+///     .with_rule(LayerRule::new(2..5, Stores::Start(64)).with_attention(AttentionKind::Global));
 /// assert_eq!(policy, built);
 ///
 /// let layer = LayerSpec::new(9, 3, 64).with_sliding_window(Some(512));
@@ -60,11 +64,15 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelCacheConfig {
     name: Option<String>,
+    /// The number of layers that the rules are written for; `None` if they are not scaled.
+    n_layers: Option<usize>,
     rules: Vec<LayerRule>,
     /// The tokens that a streaming cache is allocated for, the same in all layers. The parallel
     /// form ignores it, except for ropes whose frequencies depend on the length.
     pub capacity: usize,
 }
+
+const LAYERS: &str = "must be 1 to 10000 layers";
 
 /// The default capacity. Rules contain it too, but it has no effect there.
 const CAPACITY: usize = KvCacheConfig::float().capacity;
@@ -72,7 +80,7 @@ const CAPACITY: usize = KvCacheConfig::float().capacity;
 impl ModelCacheConfig {
     /// Creates a policy of these rules, for 4096 tokens.
     pub fn new(rules: impl IntoIterator<Item = LayerRule>) -> Self {
-        let none = Self { name: None, rules: vec![], capacity: CAPACITY };
+        let none = Self { name: None, n_layers: None, rules: vec![], capacity: CAPACITY };
         rules.into_iter().fold(none, Self::with_rule)
     }
 
@@ -130,6 +138,19 @@ impl ModelCacheConfig {
         Self { capacity, ..self }
     }
 
+    /// Returns the same policy with rules that are written for `n_layers` layers. In a model of
+    /// another number n, layer i has the rules of layer `(i + 1/2) * n_layers / n`, rounded down,
+    /// which is at the same relative depth.
+    ///
+    /// # Errors
+    /// Fails for 0 and for more than 10,000 layers.
+    pub fn with_n_layers(self, n_layers: usize) -> Result<Self> {
+        match (1..=10_000).contains(&n_layers) {
+            true => Ok(Self { n_layers: Some(n_layers), ..self }),
+            false => Err(Error::argument("n_layers", n_layers, LAYERS)),
+        }
+    }
+
     /// Returns the same policy with a name, which is displayed instead of its rules.
     ///
     /// # Errors
@@ -155,14 +176,16 @@ impl ModelCacheConfig {
     /// Returns the cache of all layers if the policy is a single rule for all of them.
     pub fn uniform(&self) -> Option<KvCacheConfig> {
         match &self.rules[..] {
-            [LayerRule { layers, stores: Stores::Cache(cache) }] if layers.is_all() => {
-                Some(cache.with_capacity(self.capacity))
-            }
+            [rule] if rule.is_for_all() => match rule.stores {
+                Stores::Cache(cache) => Some(cache.with_capacity(self.capacity)),
+                _ => None,
+            },
             _ => None,
         }
     }
 
-    /// Returns the caches of `n_layers` layers that have no sliding window of their own, before
+    /// Returns the caches of `n_layers` layers with one kind of attention and no sliding window of
+    /// their own, before
     /// they are [staggered](KvCacheConfig::stagger).
     ///
     /// # Errors
@@ -171,22 +194,26 @@ impl ModelCacheConfig {
         for i in 0..self.rules.len() {
             self.check_rule(i, n_layers)?;
         }
-        Ok((0..n_layers).map(|layer| self.ruled(layer, n_layers)).collect())
+        let place = |index| Place { index, of: n_layers, attention: None };
+        Ok((0..n_layers).map(|layer| self.ruled(place(layer))).collect())
     }
 
-    /// Checks that the model has the layers of a rule.
+    /// Checks that the layers of a rule exist.
     fn check_rule(&self, i: usize, n_layers: usize) -> Result<()> {
         let layers = &self.rules[i].layers;
-        let named = layers.check_any().and_then(|()| layers.check(n_layers));
+        let named = layers.check_any().and_then(|()| match self.n_layers {
+            None => layers.check(n_layers, "the model"),
+            Some(n) => layers.check(n, &format!("a policy of n_layers = {n}")),
+        });
         named.map_err(|rule| {
             let field = format!("rules[{i}].layers");
             Error::Rule { field, value: layers.to_string(), rule }
         })
     }
 
-    /// Applies the rules to layer `index` of `n_layers`, which is not staggered yet.
-    fn ruled(&self, index: usize, n_layers: usize) -> KvCacheConfig {
-        let rules = self.rules.iter().filter(|rule| rule.layers.contains(index, n_layers));
+    /// Applies the rules to a layer, which is not staggered yet.
+    fn ruled(&self, place: Place) -> KvCacheConfig {
+        let rules = self.rules.iter().filter(|rule| rule.is_for(place, self.n_layers));
         let cache = rules.fold(KvCacheConfig::float(), |cache, rule| rule.stores.after(cache));
         cache.with_capacity(self.capacity)
     }
@@ -199,7 +226,7 @@ impl ModelCacheConfig {
     /// Panics when the model has no such layer.
     pub fn layer(&self, model: &ModelSpec, index: usize) -> KvCacheConfig {
         let layers = &model.layers;
-        let cache = self.ruled(index, layers.len());
+        let cache = self.ruled(Place::new(model, index));
         let cache = match layers[index].sliding_window {
             None => cache,
             Some(window) => {
@@ -231,13 +258,20 @@ impl ModelCacheConfig {
 
     /// Returns all caches that the rules can give a layer of any model.
     pub fn candidates(&self) -> Vec<KvCacheConfig> {
-        let mut all = vec![KvCacheConfig::float()];
-        for rule in &self.rules {
-            let after: Vec<_> = all.iter().map(|cache| rule.stores.after(*cache)).collect();
-            if rule.layers.is_all() {
-                all.clear();
+        let mut all = vec![];
+        // Rules for layers of one kind never meet those for the other.
+        for kind in [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)] {
+            let mut of_kind = vec![KvCacheConfig::float()];
+            for rule in
+                self.rules.iter().filter(|it| it.attention.is_none_or(|it| Some(it) == kind))
+            {
+                let after: Vec<_> = of_kind.iter().map(|cache| rule.stores.after(*cache)).collect();
+                if rule.layers.is_all() {
+                    of_kind.clear();
+                }
+                of_kind.extend(after);
             }
-            all.extend(after);
+            all.extend(of_kind);
             let mut seen = std::collections::HashSet::new();
             all.retain(|cache| seen.insert(*cache));
         }
@@ -249,11 +283,11 @@ impl ModelCacheConfig {
     fn map<I: IntoIterator<Item = Stores>>(&self, change: impl Fn(Stores) -> I) -> Self {
         let changed = |rule: &LayerRule| {
             let stores = change(rule.stores).into_iter();
-            stores.map(|it| LayerRule::new(rule.layers.clone(), it)).collect::<Vec<_>>()
+            stores.map(|stores| LayerRule { stores, ..rule.clone() }).collect::<Vec<_>>()
         };
         let rules: Vec<LayerRule> = self.rules.iter().flat_map(changed).collect();
         let name = if rules == self.rules { self.name.clone() } else { None };
-        Self { name, rules, capacity: self.capacity }
+        Self { name, rules, ..*self }
     }
 
     /// Returns a policy with the same float types and capacity that quantizes nothing and has no
@@ -274,16 +308,18 @@ impl ModelCacheConfig {
     #[must_use]
     pub fn with_formats(&self, keys: KvFormat, values: KvFormat) -> Self {
         let first = self.rules.iter().enumerate().find_map(|(i, rule)| match rule.stores {
-            Stores::Cache(cache) if rule.layers.is_all() => Some((i, cache)),
+            Stores::Cache(cache) if rule.is_for_all() => Some((i, cache)),
             _ => None,
         });
         let (first, cache) = first.unwrap_or((0, KvCacheConfig::float()));
         let kept = self.rules.iter().enumerate().filter(|(i, rule)| match rule.stores {
             Stores::Start(_) => *i >= first,
-            _ => rule.is_float() && !rule.layers.is_all(),
+            _ => rule.is_float() && !rule.is_for_all(),
         });
         let base = Self::from(cache.with_formats(keys, values).with_capacity(self.capacity));
-        kept.fold(base, |policy, (_, rule)| policy.with_rule(rule.clone()))
+        kept.fold(Self { n_layers: self.n_layers, ..base }, |policy, (_, rule)| {
+            policy.with_rule(rule.clone())
+        })
     }
 
     /// Returns the same policy without Hadamard transforms of values.
@@ -324,7 +360,7 @@ impl ModelCacheConfig {
             }
         }
         for (i, layer) in spec.layers.iter().enumerate() {
-            let (own, stored) = (self.ruled(i, n), self.layer(spec, i));
+            let (own, stored) = (self.ruled(Place::new(spec, i)), self.layer(spec, i));
             if layer.sparse.is_some() {
                 if layer.sliding_window.is_none() {
                     let rule = format!("layer {i} has sparse attention, which needs one");
@@ -343,7 +379,7 @@ impl ModelCacheConfig {
                     Some(sparse) => sparse.validate(),
                     None => stored.validate(layer.head_dim),
                 });
-            fits.map_err(|error| self.in_rule(i, n, error))?;
+            fits.map_err(|error| self.in_rule(i, spec, error))?;
         }
         Ok(())
     }
@@ -351,20 +387,22 @@ impl ModelCacheConfig {
     /// Returns whether all layers of a rule have their own sliding window, where sinks are not
     /// kept.
     fn lacks_sinks(&self, rule: &LayerRule, spec: &ModelSpec) -> bool {
-        let n = spec.layers.len();
-        let mut named = (0..n).filter(|&layer| rule.layers.contains(layer, n));
-        named.all(|layer| spec.layers[layer].sliding_window.is_some())
+        let applies = |&layer: &usize| rule.is_for(Place::new(spec, layer), self.n_layers);
+        let mut layers = (0..spec.layers.len()).filter(applies).peekable();
+        (rule.attention == Some(AttentionKind::Sliding) || layers.peek().is_some())
+            && layers.all(|layer| spec.layers[layer].sliding_window.is_some())
     }
 
     /// Adds the last rule of a layer to an error of its cache, unless there is only one rule.
-    fn in_rule(&self, index: usize, n: usize, error: kv_cubecl::Error) -> Error {
-        let last = self.rules.iter().rposition(|rule| rule.layers.contains(index, n));
+    fn in_rule(&self, index: usize, spec: &ModelSpec, error: kv_cubecl::Error) -> Error {
+        let place = Place::new(spec, index);
+        let last = self.rules.iter().rposition(|rule| rule.is_for(place, self.n_layers));
         match last.filter(|_| self.rules.len() > 1) {
             None => error.into(),
             Some(last) => Error::Rule {
                 field: format!("rules[{last}]"),
                 value: self.rules[last].stores.to_string(),
-                rule: format!("gives layer {index} the cache {}: {error}", self.ruled(index, n)),
+                rule: format!("gives layer {index} the cache {}: {error}", self.ruled(place)),
             },
         }
     }

@@ -5,12 +5,15 @@ use core::fmt;
 use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
 use super::Layers;
+use crate::spec::{AttentionKind, ModelSpec};
 
 /// A rule for the caches of some layers. Later rules override earlier ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerRule {
     /// The layers of the rule.
     pub layers: Layers,
+    /// The attention that these layers must have; `None` for any.
+    pub attention: Option<AttentionKind>,
     /// The setting for their caches.
     pub stores: Stores,
 }
@@ -38,8 +41,7 @@ pub enum Stores {
 
 impl Stores {
     /// Keys and values in float.
-    pub(super) const FLOAT: Self =
-        Self::Format { side: None, format: KvFormat::Float, hadamard: false };
+    pub const FLOAT: Self = Self::Format { side: None, format: KvFormat::Float, hadamard: false };
 
     /// Returns the cache of a layer that has the cache `before` by earlier rules.
     pub(super) fn after(&self, before: KvCacheConfig) -> KvCacheConfig {
@@ -72,10 +74,48 @@ impl Stores {
     }
 }
 
+/// What decides whether a rule applies to a layer.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub index: usize,
+    /// The number of the model's layers.
+    pub of: usize,
+    pub attention: Option<AttentionKind>,
+}
+
+impl Place {
+    pub(super) fn new(model: &ModelSpec, index: usize) -> Self {
+        Self { index, of: model.layers.len(), attention: model.attention_kind(index) }
+    }
+}
+
 impl LayerRule {
     /// Creates a rule for some layers.
     pub fn new(layers: impl Into<Layers>, stores: Stores) -> Self {
-        Self { layers: layers.into(), stores }
+        Self { layers: layers.into(), attention: None, stores }
+    }
+
+    /// Limits the rule to layers with this attention.
+    #[must_use]
+    pub fn with_attention(self, attention: AttentionKind) -> Self {
+        Self { attention: Some(attention), ..self }
+    }
+
+    /// Returns whether the rule is for all layers of any model.
+    pub(super) fn is_for_all(&self) -> bool {
+        self.layers.is_all() && self.attention.is_none()
+    }
+
+    /// Returns whether the rule applies to a layer, in a policy written for `n_layers` or for any
+    /// model.
+    pub(super) fn is_for(&self, place: Place, n_layers: Option<usize>) -> bool {
+        let Place { index, of, attention } = place;
+        let (index, of) = match n_layers {
+            None => (index, of),
+            // The layer that contains the middle of this one.
+            Some(n) => ((2 * index + 1) * n / (2 * of), n),
+        };
+        (self.attention.is_none() || self.attention == attention) && self.layers.contains(index, of)
     }
 
     /// Returns whether the rule sets its layers to float and nothing else.
@@ -86,10 +126,17 @@ impl LayerRule {
 
 impl fmt::Display for LayerRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.attention {
+            Some(AttentionKind::Global) => "global ",
+            Some(AttentionKind::Sliding) => "sliding ",
+            None => "",
+        };
         match self.layers.is_all() {
-            true => write!(f, "all: {}", self.stores),
-            false => write!(f, "layers {}: {}", self.layers, self.stores),
+            true if kind.is_empty() => write!(f, "all")?,
+            true => write!(f, "{kind}layers")?,
+            false => write!(f, "{kind}layers {}", self.layers)?,
         }
+        write!(f, ": {}", self.stores)
     }
 }
 

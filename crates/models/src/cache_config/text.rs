@@ -4,7 +4,7 @@ use core::{fmt, str::FromStr};
 
 use kv_cubecl::KvCacheConfig;
 
-use super::{LayerRule, Layers, ModelCacheConfig, Stores};
+use super::{LayerRule, Layers, ModelCacheConfig, Stores, rule::Place};
 use crate::{
     error::{Error, Result},
     spec::ModelSpec,
@@ -19,7 +19,8 @@ impl ModelCacheConfig {
             let layers = spec.layers.iter().enumerate();
             layers
                 .filter(|(i, layer)| {
-                    layer.sliding_window.is_some_and(|own| asked(self.ruled(*i, all), own))
+                    let cache = self.ruled(Place::new(spec, *i));
+                    layer.sliding_window.is_some_and(|own| asked(cache, own))
                 })
                 .map(|(i, _)| i)
                 .collect()
@@ -46,7 +47,7 @@ impl ModelCacheConfig {
         let n = spec.layers.len();
         let mut runs: Vec<(usize, usize, KvCacheConfig)> = vec![];
         for layer in 0..n {
-            let cache = self.ruled(layer, n);
+            let cache = self.ruled(Place::new(spec, layer));
             match runs.last_mut() {
                 Some((_, end, last)) if *last == cache => *end = layer + 1,
                 _ => runs.push((layer, layer + 1, cache)),
@@ -80,7 +81,9 @@ impl fmt::Display for ModelCacheConfig {
             return write!(f, "{name}");
         }
         let rest = match &self.rules[..] {
-            [LayerRule { layers, stores: Stores::Cache(cache) }, rest @ ..] if layers.is_all() => {
+            [first @ LayerRule { stores: Stores::Cache(cache), .. }, rest @ ..]
+                if first.is_for_all() =>
+            {
                 write!(f, "{cache}")?;
                 rest
             }
@@ -90,10 +93,13 @@ impl fmt::Display for ModelCacheConfig {
             }
         };
         for rule in rest {
-            match rule.is_float() && !rule.layers.is_all() {
+            match rule.is_float() && !rule.layers.is_all() && rule.attention.is_none() {
                 true => write!(f, " float layers {}", rule.layers)?,
                 false => write!(f, "; {rule}")?,
             }
+        }
+        if let (Some(n), None) = (self.n_layers, self.uniform()) {
+            write!(f, " (layers of {n})")?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 use kv_models::{
-    Error, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
+    AttentionKind, Error, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores,
     kv_cubecl::{KvCacheConfig, KvFormat, Side, layout::CacheLayout},
     load,
 };
@@ -66,6 +66,63 @@ fn later_rules_override_earlier_ones() {
     let transformed =
         ModelCacheConfig::from(cache("k4v4")).with_rule(LayerRule::new(2, transformed));
     assert_eq!(names(&transformed, 3), ["k4v4", "k4v4-w512", "k4v2-hadv"]);
+
+    // Only layer 1 has a sliding window.
+    let of_kind =
+        |kind, name| LayerRule::new(Layers::all(), Stores::Cache(cache(name))).with_attention(kind);
+    let by_kind = ModelCacheConfig::from(cache("k2v2"))
+        .with_rule(of_kind(AttentionKind::Global, "k8v8-s4"))
+        .with_rule(of_kind(AttentionKind::Sliding, "k4v4"))
+        .with_format(0, Side::Keys, KvFormat::Affine4);
+    let expected = ["k4v8-s4", "k4v4-w512", "k8v8-s4"];
+    assert_eq!(names(&by_kind, 3), expected);
+    assert_eq!(by_kind.uniform(), None);
+    assert!(by_kind.validate(model(3)).is_ok());
+    // No layer gets the caches of both kinds, and a model of one kind has neither.
+    let caches: Vec<String> = by_kind.candidates().iter().map(|cache| cache.to_string()).collect();
+    assert_eq!(caches, ["k2v2", "k4v2", "k8v8-s4", "k4v8-s4", "k4v4"]);
+    let windowed = LayerSpec::new(9, 3, 64).with_sliding_window(Some(512));
+    for layer in [LayerSpec::new(9, 3, 64), windowed] {
+        let alike = ModelSpec::uniform(1000, 576, 8192, 2, layer);
+        let caches: Vec<String> = by_kind.layers(&alike).map(|cache| cache.to_string()).collect();
+        let window = layer.sliding_window.map_or("", |_| "-w512");
+        assert_eq!(caches, [format!("k4v2{window}"), format!("k2v2{window}")]);
+    }
+    let text = "k2v2; global layers: k8v8-s4; sliding layers: k4v4; layers 0: keys as 4";
+    assert_eq!(by_kind.to_string(), text);
+    // Changes to what the rules store keep the layers that they are for.
+    let kept = by_kind
+        .clone()
+        .with_rule(
+            LayerRule::new(Layers::all(), Stores::FLOAT).with_attention(AttentionKind::Sliding),
+        )
+        .with_n_layers(6)
+        .unwrap();
+    assert_eq!(
+        names(&kept.with_formats(KvFormat::Affine4, KvFormat::Affine4), 3),
+        ["k4v4", "float-w512", "k4v4"]
+    );
+    assert_eq!(names(&kept.in_float(), 3), ["float", "float-w512", "float"]);
+    assert_eq!(kept.to_string(), format!("{text}; sliding layers: float (layers of 6)"));
+
+    // Rules for 6 layers: those of 3 have the rules of 1, 3 and 5, and each has those of two of 12.
+    let scaled = ModelCacheConfig::from(cache("k2v2"))
+        .with_cache(Layers::from(1..4), cache("k4v4"))
+        .with_cache(5, cache("k8v8"));
+    let of_six = scaled.clone().with_n_layers(6).unwrap();
+    assert_eq!(names(&of_six, 3), ["k4v4", "k4v4-w512", "k8v8"]);
+    assert_eq!(names(&of_six, 6), names(&scaled, 6));
+    let caches: Vec<String> = of_six.of_layers(12).unwrap().iter().map(|c| c.to_string()).collect();
+    let [k2, k4, k8] = ["k2v2", "k4v4", "k8v8"];
+    assert_eq!(caches, [k2, k2, k4, k4, k4, k4, k4, k4, k2, k2, k8, k8]);
+    let of_four =
+        scaled.clone().with_n_layers(4).unwrap().validate(model(6)).unwrap_err().to_string();
+    assert!(
+        of_four.contains("rules[2].layers") && of_four.contains("n_layers = 4 has layers 0 to 3"),
+        "{of_four}"
+    );
+    let error = scaled.with_n_layers(0).unwrap_err().to_string();
+    assert!(error.contains("n_layers") && error.contains("1 to 10000"), "{error}");
 
     // A start keeps the other settings, a later cache overrides it, and layers with a sliding
     // window keep no sinks.
@@ -178,6 +235,13 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
             "rules[1] = layers 1: from token 64 on: all of its layers have their own sliding \
              window and keep no sinks",
         ),
+        // Refused for every model, as it applies to no layer that keeps sinks.
+        (
+            base().with_rule(
+                LayerRule::new(0, Stores::Start(64)).with_attention(AttentionKind::Sliding),
+            ),
+            "rules[1] = sliding layers 0: from token 64 on: all of its layers have",
+        ),
     ] {
         let error = policy.validate(model(4)).unwrap_err().to_string();
         assert!(error.contains(message) && !error.contains('\n'), "{error:?} lacks {message:?}");
@@ -258,11 +322,11 @@ fn presets_are_listed_in_full() {
         assert_eq!((preset.name(), preset.to_string().as_str()), (Some(name), name));
         assert_eq!(name.parse::<ModelCacheConfig>().unwrap(), preset);
         assert_eq!(ModelCacheConfig::find(name).unwrap(), preset);
-        let spec = model(30);
+        let spec = ModelSpec::uniform(1000, 576, 8192, 30, LayerSpec::new(9, 3, 64));
         preset.validate(&spec).unwrap();
         let shown = preset.in_full(&spec).unwrap();
         assert!(shown.starts_with(&format!("{name}: layer")) && !shown.contains('\n'), "{shown}");
-        for cache in preset.layers(&spec.first(1)) {
+        for cache in preset.layers(&spec) {
             assert!(shown.contains(&cache.to_string()), "{shown} lacks {cache}");
         }
         let layout = |(layer, cache): (&LayerSpec, KvCacheConfig)| {
@@ -271,11 +335,28 @@ fn presets_are_listed_in_full() {
         bytes.push(spec.layers.iter().zip(preset.layers(&spec)).map(layout).sum::<usize>());
     }
     assert!(bytes.is_sorted_by(|a, b| a > b), "{bytes:?}");
-    // The fewest layers of a model for each preset, as in docs/results/policy.md.
-    for (name, fewest) in [("safe", 2), ("balanced", 16), ("small", 15)] {
+    // Presets fit models of any number of layers. Of Gemma-3-270M's 18 layers, every sixth is
+    // global; the three are at the relative depth of layers 9, 19 and 29 of 30.
+    let (global, window) = (LayerSpec::new(4, 1, 256), Some(512));
+    let layer = |i| if i % 6 == 5 { global } else { global.with_sliding_window(window) };
+    let gemma = ModelSpec::new(1000, 640, 32_768, (0..18).map(layer).collect());
+    let (eight, clipped) = ("kint8vint8-f16", "k2v2-g64-r64-s4-gflush-hadv-clip-f16");
+    let [k4, k3] = ["k4", "k3"].map(|keys| format!("{keys}v2-g64-r64-s4-gflush-hadv-vc215-f16"));
+    for (name, windowed, globals) in [
+        ("safe", eight, [eight; 3]),
+        ("balanced", "k4v4-r32-gflush-hadv-f16", [&k4, &k4, &k3]),
+        ("small", "k4v3-r32-gflush-hadv-f16", [clipped, &k3, clipped]),
+    ] {
         let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
-        preset.validate(model(fewest)).unwrap();
-        assert_eq!(preset.validate(model(fewest - 1)).is_err(), name != "safe", "{name}");
+        (1..40).for_each(|n| preset.validate(model(n)).unwrap());
+        preset.validate(&gemma).unwrap();
+        let caches: Vec<String> = preset.layers(&gemma).map(|cache| cache.to_string()).collect();
+        assert_eq!([&caches[5], &caches[11], &caches[17]], globals, "{name}");
+        assert_eq!(preset.note(&gemma), None);
+        for i in (0..18).filter(|i| i % 6 != 5) {
+            let without_window = caches[i].replace("-w512", "");
+            assert_eq!(without_window, windowed, "{name}, layer {i}");
+        }
     }
     assert!(ModelCacheConfig::preset("Safe").is_none());
     let error = ModelCacheConfig::find("saf").unwrap_err().to_string();

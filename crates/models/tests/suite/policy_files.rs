@@ -2,7 +2,7 @@
 use std::fs;
 
 use kv_models::{
-    Error, LayerRule, Layers, ModelCacheConfig, Stores,
+    AttentionKind, Error, LayerRule, Layers, ModelCacheConfig, Stores,
     kv_cubecl::{CacheFloat, Flush, KvCacheConfig, KvFormat, Side},
 };
 use proptest::prelude::*;
@@ -84,18 +84,40 @@ fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     let stores = prop_oneof![cache.prop_map(Stores::Cache), format, start];
     let texts = ["..", "0", "0,29", "3,1", "-1", "..4", "-4..", "2..-2", "7..9,0"];
     let layers = prop::sample::select(texts.to_vec()).prop_map(layers);
-    let rule = (layers, stores).prop_map(|(layers, stores)| LayerRule { layers, stores });
+    let kinds = [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)];
+    let rule = (layers, prop::sample::select(kinds.to_vec()), stores)
+        .prop_map(|(layers, attention, stores)| LayerRule { layers, attention, stores });
     let name = prop_oneof![Just(None), "[a-z][a-z0-9._-]{0,12}".prop_map(Some)];
-    (prop::collection::vec(rule, 1..5), name, 1..100_000usize).prop_filter_map(
+    let n_layers = prop::option::of(1..100usize);
+    (prop::collection::vec(rule, 1..5), name, n_layers, 1..100_000usize).prop_filter_map(
         "the name of a cache",
-        |(rules, name, capacity)| {
-            let policy = ModelCacheConfig::new(rules).with_capacity(capacity);
+        |(rules, name, n_layers, capacity)| {
+            let mut policy = ModelCacheConfig::new(rules).with_capacity(capacity);
+            if let Some(n_layers) = n_layers {
+                policy = policy.with_n_layers(n_layers).unwrap();
+            }
             match name {
                 Some(name) => policy.with_name(&name).ok(),
                 None => Some(policy),
             }
         },
     )
+}
+
+/// Policies that look like one cache, or like one cache with layers in float, and are not.
+#[test]
+fn fields_of_rules_are_not_lost() {
+    let k4v4 = || LayerRule::new(Layers::all(), Stores::Cache(cache("k4v4")));
+    for policy in [
+        ModelCacheConfig::new([k4v4()]).with_n_layers(7).unwrap(),
+        ModelCacheConfig::new([k4v4().with_attention(AttentionKind::Sliding)]),
+        ModelCacheConfig::new([
+            k4v4(),
+            LayerRule::new(0, Stores::FLOAT).with_attention(AttentionKind::Global),
+        ]),
+    ] {
+        assert_eq!(ModelCacheConfig::from_toml(&policy.to_toml()).unwrap(), policy);
+    }
 }
 
 /// Rules without a layer are not written, and their text never parses as other layers.
@@ -171,6 +193,8 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("format", json!(5), "expected 2, 3, 4, 8, or 16 for float, or one of \"vn2\""),
         ("format", json!("k4v4"), "expected 2, 3, 4, 8"),
         ("side", json!("key"), "must be keys or values"),
+        ("attention", json!(["sliding"]), "expected"),
+        ("attention", json!("local"), "expected `global` or `sliding`"),
         ("side", json!(1), "expected a string"),
         ("hadamard", json!(true), "only quantized sides have a Hadamard transform"),
         ("hadamard", json!("yes"), "expected a boolean"),
@@ -220,6 +244,9 @@ fn wrong_files_name_the_rule_and_its_field() {
     fails(&json!({"name": "x"}), &["rules = missing: "]);
     for (field, value, rule) in [
         ("capacity", json!(-1), "expected usize"),
+        ("n_layers", json!(0), "must be 1 to 10000"),
+        ("n_layers", json!(10_001), "must be 1 to 10000"),
+        ("n_layers", json!(1.5), "expected usize"),
         ("name", json!("a b"), "must be 1 to 40 letters, digits"),
         ("name", json!("k4v4"), "is the name of the cache k4v4"),
         ("name", json!("float"), "is the name of the cache float"),
