@@ -74,7 +74,7 @@ impl Stores {
     }
 }
 
-/// What decides whether a rule applies to a layer.
+/// The properties of a layer that rules depend on.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub index: usize,
