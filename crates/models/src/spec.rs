@@ -37,9 +37,9 @@ pub struct LayerSpec {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum AttentionKind {
-    /// To all tokens.
+    /// Attends to all tokens.
     Global,
-    /// To those in a sliding window of the layer's own.
+    /// Attends to a sliding window of tokens.
     Sliding,
 }
 

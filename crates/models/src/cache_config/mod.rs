@@ -44,7 +44,7 @@ use crate::{
 ///     format = 4               # 2, 3, 4, 8, 16 for float, or a name such as "int8"
 ///     [[rules]]
 ///     layers = "2..5"
-///     attention = "global"     # if other layers have a sliding window; or "sliding", these others
+///     attention = "global"     # only in a model that has sliding layers, too; or "sliding"
 ///     start = 64               # quantized from this token on; earlier ones stay in float
 /// "#)?;
 /// let k2v2_s4: KvCacheConfig = "k2v2-s4".parse()?;
