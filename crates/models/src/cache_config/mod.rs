@@ -185,8 +185,7 @@ impl ModelCacheConfig {
     }
 
     /// Returns the caches of `n_layers` layers with one kind of attention and no sliding window of
-    /// their own, before
-    /// they are [staggered](KvCacheConfig::stagger).
+    /// their own, before they are [staggered](KvCacheConfig::stagger).
     ///
     /// # Errors
     /// Fails with [`Error::Rule`] for a rule with a layer that the model does not have.
@@ -258,24 +257,29 @@ impl ModelCacheConfig {
 
     /// Returns all caches that the rules can give a layer of any model.
     pub fn candidates(&self) -> Vec<KvCacheConfig> {
-        let mut all = vec![];
-        // Rules for layers of one kind never meet those for the other.
-        for kind in [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)] {
-            let mut of_kind = vec![KvCacheConfig::float()];
-            for rule in
-                self.rules.iter().filter(|it| it.attention.is_none_or(|it| Some(it) == kind))
-            {
-                let after: Vec<_> = of_kind.iter().map(|cache| rule.stores.after(*cache)).collect();
-                if rule.layers.is_all() {
-                    of_kind.clear();
-                }
-                of_kind.extend(after);
-            }
-            all.extend(of_kind);
-            let mut seen = std::collections::HashSet::new();
-            all.retain(|cache| seen.insert(*cache));
-        }
+        // A layer is of one kind, so it never has the rules for two of them.
+        let kinds = [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)];
+        let mut all = kinds.into_iter().flat_map(|kind| self.candidates_of(kind)).collect();
+        keep_first(&mut all);
         all.into_iter().map(|cache| cache.with_capacity(self.capacity)).collect()
+    }
+
+    /// Returns all caches that the rules can give a layer of this kind, before the capacity is set.
+    fn candidates_of(&self, kind: Option<AttentionKind>) -> Vec<KvCacheConfig> {
+        let mut all = vec![KvCacheConfig::float()];
+        for rule in &self.rules {
+            if rule.attention.is_some() && rule.attention != kind {
+                continue;
+            }
+            let after: Vec<_> = all.iter().map(|cache| rule.stores.after(*cache)).collect();
+            if rule.layers.is_all() {
+                all.clear();
+            }
+            all.extend(after);
+            // After each rule, or the caches would double with every one.
+            keep_first(&mut all);
+        }
+        all
     }
 
     /// Replaces what each rule stores by the results of `change`. The policy keeps its name only if
@@ -350,7 +354,7 @@ impl ModelCacheConfig {
         let n = spec.layers.len();
         for (i, rule) in self.rules.iter().enumerate() {
             self.check_rule(i, n)?;
-            if matches!(rule.stores, Stores::Start(1..)) && self.lacks_sinks(rule, spec) {
+            if matches!(rule.stores, Stores::Start(1..)) && rule.lacks_sinks(spec, self.n_layers) {
                 return Err(Error::Rule {
                     field: format!("rules[{i}]"),
                     value: rule.to_string(),
@@ -384,15 +388,6 @@ impl ModelCacheConfig {
         Ok(())
     }
 
-    /// Returns whether all layers of a rule have their own sliding window, where sinks are not
-    /// kept.
-    fn lacks_sinks(&self, rule: &LayerRule, spec: &ModelSpec) -> bool {
-        let applies = |&layer: &usize| rule.is_for(Place::new(spec, layer), self.n_layers);
-        let mut layers = (0..spec.layers.len()).filter(applies).peekable();
-        (rule.attention == Some(AttentionKind::Sliding) || layers.peek().is_some())
-            && layers.all(|layer| spec.layers[layer].sliding_window.is_some())
-    }
-
     /// Adds the last rule of a layer to an error of its cache, unless there is only one rule.
     fn in_rule(&self, index: usize, spec: &ModelSpec, error: kv_cubecl::Error) -> Error {
         let place = Place::new(spec, index);
@@ -406,6 +401,12 @@ impl ModelCacheConfig {
             },
         }
     }
+}
+
+/// Keeps the first of equal caches.
+fn keep_first(caches: &mut Vec<KvCacheConfig>) {
+    let mut seen = std::collections::HashSet::new();
+    caches.retain(|cache| seen.insert(*cache));
 }
 
 /// Checks a name; returns the rule that it breaks.

@@ -118,6 +118,21 @@ impl LayerRule {
         (self.attention.is_none() || self.attention == attention) && self.layers.contains(index, of)
     }
 
+    /// Returns whether all layers of the rule have their own sliding window, where sinks are not
+    /// kept.
+    pub(super) fn lacks_sinks(&self, spec: &ModelSpec, n_layers: Option<usize>) -> bool {
+        let applies = |&layer: &usize| self.is_for(Place::new(spec, layer), n_layers);
+        let mut layers = (0..spec.layers.len()).filter(applies).peekable();
+        match self.attention {
+            Some(AttentionKind::Sliding) => true,
+            Some(AttentionKind::Global) => false,
+            None => {
+                layers.peek().is_some()
+                    && layers.all(|layer| spec.layers[layer].sliding_window.is_some())
+            }
+        }
+    }
+
     /// Returns whether the rule sets its layers to float and nothing else.
     pub(super) fn is_float(&self) -> bool {
         self.stores == Stores::FLOAT

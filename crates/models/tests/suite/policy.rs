@@ -81,6 +81,11 @@ fn later_rules_override_earlier_ones() {
     // No layer gets the caches of both kinds, and a model of one kind has neither.
     let caches: Vec<String> = by_kind.candidates().iter().map(|cache| cache.to_string()).collect();
     assert_eq!(caches, ["k2v2", "k4v2", "k8v8-s4", "k4v8-s4", "k4v4"]);
+    // A rule for each of many layers gives few caches, not a power of two.
+    let by_layer = (0..64).fold(ModelCacheConfig::from(cache("k2v2")), |policy, layer| {
+        policy.with_cache(layer, cache(["k4v4", "k8v8"][layer % 2]))
+    });
+    assert_eq!(by_layer.candidates().len(), 3);
     let windowed = LayerSpec::new(9, 3, 64).with_sliding_window(Some(512));
     for layer in [LayerSpec::new(9, 3, 64), windowed] {
         let alike = ModelSpec::uniform(1000, 576, 8192, 2, layer);
@@ -105,7 +110,8 @@ fn later_rules_override_earlier_ones() {
     assert_eq!(names(&kept.in_float(), 3), ["float", "float-w512", "float"]);
     assert_eq!(kept.to_string(), format!("{text}; sliding layers: float (layers of 6)"));
 
-    // Rules for 6 layers: those of 3 have the rules of 1, 3 and 5, and each has those of two of 12.
+    // These rules are written for 6 layers. The layers of a model of 3 have the rules of layers 1,
+    // 3 and 5. In a model of 12 layers, each rule is for twice as many.
     let scaled = ModelCacheConfig::from(cache("k2v2"))
         .with_cache(Layers::from(1..4), cache("k4v4"))
         .with_cache(5, cache("k8v8"));
