@@ -92,6 +92,27 @@ pub(crate) trait CpuCodec: Sync {
     /// `first` on.
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout);
 
+    /// Returns whether the codec [unpacks](Self::unpack) tokens of this layout.
+    fn unpacks(&self, _place: &PackedLayout) -> bool {
+        false
+    }
+
+    /// Unpacks a token for each of `scales` from token `first` on, to numbers in bf16 in rows of
+    /// `codes`, which start `stride` apart. Times the token's scale, they are what
+    /// [`restore`](Self::restore) returns.
+    #[cfg(target_arch = "x86_64")]
+    fn unpack(
+        &self,
+        _words: &[u32],
+        _first: usize,
+        _codes: &mut [u16],
+        _stride: usize,
+        _scales: &mut [f32],
+        _place: &PackedLayout,
+    ) {
+        unreachable!("the codec does not unpack");
+    }
+
     /// Replaces `grad`, the gradient of fake-quantized `rows`, by the gradient of `rows` through
     /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
     fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout);

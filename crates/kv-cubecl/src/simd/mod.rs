@@ -8,6 +8,8 @@
 //! compiler builds such closures without the extension, and every vector operation in them becomes
 //! a function call.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 mod hadamard;
 mod index;
 mod rows;

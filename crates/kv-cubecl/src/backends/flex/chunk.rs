@@ -1,6 +1,6 @@
 //! Attention of many query rows over a cache: matrix products of blocks of rows with tiles of
-//! restored tokens. Only one tile is restored at a time, and only one block of tokens has its
-//! scores in memory.
+//! restored tokens, or of their codes. Only one tile is restored at a time, and only one block of
+//! tokens has its scores in memory.
 
 use core::ops::Range;
 
@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::{
     blocks::{between_groups, block, block_end},
+    coded::Coded,
     scale_weights,
     slice::Slice,
     streaming::{Matrix, matmul},
@@ -16,6 +17,9 @@ use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
+
+/// Scores that are in memory at once, few enough for a core's own cache; more for long groups.
+const SCORES: usize = 1 << 16;
 
 /// The rows of `query`, `[.., rows, head_dim]`, over what the query of the last of the first
 /// `tokens` of the slice they belong to sees; `scores` are to base 2. For `factor` see
@@ -63,7 +67,8 @@ impl Slice<'_> {
         let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
         let rows = query.len() / key_dim;
         let query = Matrix::new(query, rows, key_dim, key_dim);
-        let longest = block(self.layout).min(tokens);
+        let most = (SCORES / rows).max(TILE);
+        let longest = block(self.layout, most).min(tokens);
         let mut softmax = Softmax {
             scores,
             factor,
@@ -71,6 +76,9 @@ impl Slice<'_> {
             widened: vec![0.0; TILE * key_dim.max(value_dim)],
             maxima: vec![f32::NEG_INFINITY; rows],
             sums: vec![0.0; rows],
+            coded: (self.keys.unpacks() || self.values.unpacks())
+                .then(|| Coded::new(query.data, key_dim, scores.scale))
+                .flatten(),
         };
         let schedule = self.layout.schedule();
         let begin = schedule.begin(tokens);
@@ -82,7 +90,7 @@ impl Slice<'_> {
         for run in runs {
             let mut start = run.start;
             while start < run.end {
-                let end = block_end(self.layout, start, run.end);
+                let end = block_end(self.layout, start, run.end, most);
                 let hidden = match start < schedule.sink_tokens {
                     true => 0,
                     false => begin.saturating_sub(start),
@@ -110,11 +118,17 @@ impl Slice<'_> {
         output: &mut [f32],
     ) {
         let Sides { keys: key_dim, values: value_dim } = self.layout.shape().head_dim;
-        let Softmax { scores: Scores { scale, softcap }, factor, weights, widened, maxima, sums } =
-            softmax;
+        let Softmax { scores, factor, weights, widened, maxima, sums, coded } = softmax;
+        let Scores { scale, softcap } = scores;
         let (start, n, rows) = (tokens.start, tokens.len(), sums.len());
         let weights = &mut weights[..rows * n];
-        self.keys.tiles(tokens.clone(), widened, |token, keys| {
+        let mut restored = self.keys.packed(&tokens);
+        if let Some(coded) = coded.as_mut().filter(|_| self.keys.unpacks())
+            && let Some(run) = restored.take()
+        {
+            coded.score(&run, &mut weights[run.skipped..], n);
+        }
+        self.keys.tiles(tokens.clone(), restored, widened, |token, keys| {
             let keys = Matrix::new(keys, keys.len() / key_dim, key_dim, key_dim);
             let scores = &mut weights[token - start..];
             matmul(scores, n, false, *scale, *query, keys.transposed());
@@ -135,7 +149,14 @@ impl Slice<'_> {
             out.iter_mut().for_each(|x| *x *= kept);
         }
 
-        self.values.tiles(start + hidden..tokens.end, widened, |token, values| {
+        let seen = start + hidden..tokens.end;
+        let mut restored = self.values.packed(&seen);
+        if let Some(coded) = coded.as_mut().filter(|_| self.values.unpacks())
+            && let Some(run) = restored.take()
+        {
+            coded.add(&run, &weights[hidden + run.skipped..], n, output);
+        }
+        self.values.tiles(seen, restored, widened, |token, values| {
             let count = values.len() / value_dim;
             let weights = Matrix::new(&weights[token - start..], rows, count, n);
             let values = Matrix::new(values, count, value_dim, value_dim);
@@ -157,4 +178,6 @@ struct Softmax {
     maxima: Vec<f32>,
     /// The sum of each row's weights.
     sums: Vec<f32>,
+    /// Products with codes, where the processor has them.
+    coded: Option<Coded>,
 }

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use burn::backend::Flex;
 
 use super::{
-    blocks::{between_groups, block, block_end},
+    blocks::{BLOCK, between_groups, block, block_end},
     chunk, scale_weights,
     slice::Slice,
     without_overflow,
@@ -167,7 +167,7 @@ impl Attend<'_> {
         };
         let longest = (seen / runs + layout.config().block_tokens()).max(schedule.sink_tokens);
         let mut memory = Vec::new();
-        let block = block(layout).min(longest);
+        let block = block(layout, BLOCK).min(longest);
         let scratch = Scratch::for_threads(&mut memory, threads, rows, head_dim, block);
         with_this_thread(scratch, splits, |scratch, split| {
             let query = &query[split.slice * rows * key_dim..][..rows * key_dim];
@@ -276,7 +276,7 @@ impl Slice<'_> {
         o.fill(0.0);
         let mut start = tokens.start;
         while start < tokens.end {
-            let end = block_end(self.layout, start, tokens.end);
+            let end = block_end(self.layout, start, tokens.end, BLOCK);
             let n = end - start;
             let scores = &mut scores[..m.len() * n];
             self.score(query, start..end, scores, tile);
@@ -345,10 +345,7 @@ mod tests {
     use burn_flex::FlexTensor;
 
     use super::*;
-    use crate::{
-        CacheShape, KvCacheOps,
-        backends::flex::{blocks::BLOCK, tensor},
-    };
+    use crate::{CacheShape, KvCacheOps, backends::flex::tensor};
 
     /// Most splits are shorter than a block; the one tested here has three blocks.
     #[test]
@@ -391,7 +388,7 @@ mod tests {
             let mut o = [f32::NAN; ROWS * HEAD_DIM];
             let split = Split { slice: 0, tokens: 0..TOKENS, m: &mut m, l: &mut l, o: &mut o };
             let mut memory = Vec::new();
-            let (head_dim, block) = (shape.head_dim, block(&layout));
+            let (head_dim, block) = (shape.head_dim, block(&layout, BLOCK));
             let mut scratch = Scratch::for_threads(&mut memory, 1, ROWS, head_dim, block);
             let mut scratch = scratch.next().unwrap();
             let slice = Slice::new(&state, &layout, TOKENS, 0);

@@ -9,6 +9,7 @@
 mod blocks;
 mod cache;
 mod chunk;
+mod coded;
 mod decode;
 mod rope;
 mod slice;

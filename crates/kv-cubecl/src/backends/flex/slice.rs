@@ -55,6 +55,11 @@ impl<'a> Slice<'a> {
 }
 
 impl SideSlice<'_> {
+    /// Returns whether packed tokens can be [unpacked](crate::formats::flex::CpuCodec::unpack).
+    pub(super) fn unpacks(&self) -> bool {
+        self.place.packed().is_some_and(|place| place.spec.format.on_cpu().unpacks(&place))
+    }
+
     /// The tokens of `tokens` that are packed, if there are any; `tokens` are those of a
     /// [block](super::blocks::block_end), so that their words follow each other.
     pub(super) fn packed(&self, tokens: &Range<usize>) -> Option<PackedRun<'_>> {
@@ -98,15 +103,16 @@ impl SideSlice<'_> {
         }
     }
 
-    /// Calls `visit` with the first token and the rows, in f32, of each tile of `tokens`, packed or
-    /// not.
+    /// Calls `visit` with the first token and the rows, in f32, of each tile of `packed`, then of
+    /// the tokens of `tokens` that are stored in float.
     pub(super) fn tiles(
         &self,
         tokens: Range<usize>,
+        packed: Option<PackedRun<'_>>,
         widened: &mut [f32],
         mut visit: impl FnMut(usize, &[f32]),
     ) {
-        if let Some(run) = self.packed(&tokens) {
+        if let Some(run) = packed {
             let first = tokens.start + run.skipped;
             run.restored_tiles(|at, rows| visit(first + at, rows));
         }

@@ -237,6 +237,31 @@ fn restore_tokens<S: Simd, F: Scaled>(
     }
 }
 
+/// Unpacks tokens of one group from slot `first` on, to bf16, which has all numbers of 8-bit codes.
+#[cfg(target_arch = "x86_64")]
+#[macerator::with_simd]
+fn unpack_tokens<S: Simd, F: Scaled>(
+    _format: &F,
+    words: &[u32],
+    first: usize,
+    codes: &mut [u16],
+    stride: usize,
+    scales: &mut [f32],
+    place: &PackedLayout,
+) {
+    let code_words = place.spec.code_words();
+    for (i, (to, scale)) in codes.chunks_exact_mut(stride).zip(scales).enumerate() {
+        let token = first + i;
+        simd::prefetch(words, place.codes(token + AHEAD), code_words);
+        *scale = F::scale(place.parameter_in(words, token, 0));
+        let codes: &[u8] = bytemuck::cast_slice(&words[place.codes(token)..][..code_words]);
+        for (to, &code) in to.iter_mut().zip(codes) {
+            // The upper half of an f32 is a bf16.
+            *to = (F::value(code).to_bits() >> 16) as u16;
+        }
+    }
+}
+
 /// Computes [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin) for one group, whose elements
 /// are `stride` apart.
 fn add_scale_gradient<F: Scaled>(input: &[f32], grad: &mut [f32], stride: usize, most: f32) {
@@ -275,6 +300,26 @@ impl<F: Scaled> CpuCodec for F {
             Granularity::PerToken => restore_tokens(self, words, first, rows, place),
             Granularity::PerChannel => restore_channels(self, words, first, rows, place),
         }
+    }
+
+    fn unpacks(&self, place: &PackedLayout) -> bool {
+        let spec = &place.spec;
+        spec.granularity == Granularity::PerToken
+            && spec.group_size == place.head_dim
+            && spec.n_bits == 8
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn unpack(
+        &self,
+        words: &[u32],
+        first: usize,
+        codes: &mut [u16],
+        stride: usize,
+        scales: &mut [f32],
+        place: &PackedLayout,
+    ) {
+        unpack_tokens(self, words, first, codes, stride, scales, place);
     }
 
     fn score(

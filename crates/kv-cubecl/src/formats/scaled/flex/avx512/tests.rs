@@ -285,7 +285,7 @@ fn index_scores_match_f64() {
 
 #[test]
 fn index_scores_with_amx_match_f64() {
-    if amx::available() {
+    if simd::amx::available() {
         check_index_scores(true);
         tiny_keys_are_near_zero();
     } else {

@@ -4,54 +4,20 @@
 //! Queries are split into one or two digits, as in [`index`](super::index). A tile of keys times a
 //! tile of heads gives 16 x 16 products; lanes are heads when they are weighed and summed.
 
-mod tiles;
 mod unpack;
 
 use core::{arch::x86_64::*, mem::swap};
-use std::sync::LazyLock;
 
 use super::{LANES, Rows, Scaled, index::weighed, keys::store};
-use crate::formats::{
-    Codec,
-    flex::{IndexHeads, PackedRun},
-    scaled::flex::avx512,
+use crate::{
+    formats::{
+        Codec,
+        flex::{IndexHeads, PackedRun},
+        scaled::flex::avx512,
+    },
+    simd::amx::{COLUMN_TILES, COLUMNS, DEPTH, EMPTY, ROWS, Row, Sums, Tiles, available},
 };
-use tiles::{EMPTY, HEAD_TILES, HEADS, Row, Sums, TILE_CHANNELS, TILE_ROWS, Tiles};
 use unpack::{MULTIPLE, Unpack, WIDEST, WIDEST_TILES, channel};
-
-/// Returns whether this processor has the instructions, and Linux lets this process use them.
-///
-/// The first call asks for that, which has a side effect: from then on, Linux refuses stacks for
-/// signal handlers (`sigaltstack`) that are too small for the tiles, 8 KiB.
-pub(super) fn available() -> bool {
-    static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
-        let has_vectors = avx512::available() && is_x86_feature_detected!("avx512vbmi");
-        has_vectors && has_tiles() && permitted()
-    });
-    *AVAILABLE
-}
-
-/// Returns whether the processor, which has AVX-512, has tiles and their products of bf16.
-fn has_tiles() -> bool {
-    const AMX_BF16: u32 = 1 << 22;
-    const AMX_TILE: u32 = 1 << 24;
-    __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
-}
-
-/// Asks Linux to save the tiles of this process' threads, which it does on request only
-/// (Documentation/arch/x86/xstate.rst).
-#[cfg(target_os = "linux")]
-fn permitted() -> bool {
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call takes numbers, and touches no memory of the process.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn permitted() -> bool {
-    false
-}
 
 /// Computes [`CpuCodec::index_scores`](crate::formats::flex::CpuCodec::index_scores). Returns
 /// false, without computing it, if the kernel does not support the keys or the heads.
@@ -65,7 +31,7 @@ pub(super) fn index_scores<F: Scaled>(
         && matches!(F::FORMAT, Codec::E2m1Blocks | Codec::Mxfp4 | Codec::E4m3Blocks)
         && place.head_dim.is_multiple_of(MULTIPLE)
         && place.head_dim <= WIDEST
-        && place.spec.group_size.is_multiple_of(TILE_CHANNELS)
+        && place.spec.group_size.is_multiple_of(DEPTH)
         && avx512::moderate(heads.query)
         && Rows::new(keys).scales_are_moderate::<F>(keys)
         && available();
@@ -78,33 +44,33 @@ pub(super) fn index_scores<F: Scaled>(
 }
 
 /// The queries of all heads as tiles, and their weights, both padded with zeros to whole
-/// [`HEADS`].
+/// [`COLUMNS`].
 struct Queries {
     /// Digits of a query: 1, or 2 if one is not exact.
     digits: usize,
-    /// By [`HEADS`], digit, tile of channels and [`HEAD_TILES`]: a tile with a row for each pair of
-    /// channels, and both channels of each head in it.
+    /// By [`COLUMNS`], digit, tile of channels and [`COLUMN_TILES`]: a tile with a row for each
+    /// pair of channels, and both channels of each head in it.
     tiles: Vec<Row>,
     weights: Vec<f32>,
 }
 
 impl Queries {
     fn new(heads: &IndexHeads<'_>, width: usize, format: Codec) -> Self {
-        let n_heads = heads.weights.len().next_multiple_of(HEADS);
+        let n_heads = heads.weights.len().next_multiple_of(COLUMNS);
         // The upper half of an f32 is a bf16.
         let exact = heads.query.iter().all(|x| x.to_bits() & 0xffff == 0);
         let digits = if exact { 1 } else { 2 };
-        let channel_tiles = width / TILE_CHANNELS;
+        let channel_tiles = width / DEPTH;
         let mut tiles = vec![EMPTY; n_heads * digits * channel_tiles];
         for at in 0..width {
             let queries = heads.query[channel(format, at)..].iter().step_by(width);
             for (head, &x) in queries.enumerate() {
-                let (part, tile, lane) = (head / HEADS, head % HEADS / TILE_ROWS, head % TILE_ROWS);
+                let (part, tile, lane) = (head / COLUMNS, head % COLUMNS / ROWS, head % ROWS);
                 let hi = half::bf16::from_f32(x);
                 let lo = half::bf16::from_f32(x - hi.to_f32());
                 for (digit, x) in [hi, lo].into_iter().enumerate().take(digits) {
-                    let channels = (part * digits + digit) * channel_tiles + at / TILE_CHANNELS;
-                    let row = (channels * HEAD_TILES + tile) * TILE_ROWS + at % TILE_CHANNELS / 2;
+                    let channels = (part * digits + digit) * channel_tiles + at / DEPTH;
+                    let row = (channels * COLUMN_TILES + tile) * ROWS + at % DEPTH / 2;
                     tiles[row].0[lane * 2 + at % 2] = x.to_bits();
                 }
             }
@@ -124,27 +90,27 @@ impl Queries {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
 unsafe fn score<F: Scaled>(keys: &PackedRun<'_>, queries: &Queries, scores: &mut [f32]) {
     let (tokens, rows) = (keys.tokens.clone(), Rows::new(keys));
-    let width = rows.head_dim / TILE_CHANNELS;
-    let weights = queries.weights.as_chunks::<TILE_ROWS>().0;
-    let steps = queries.tiles.len() / HEADS;
-    let keys_of_step = TILE_ROWS.div_ceil(steps);
-    let mut unpacked = [[EMPTY; TILE_ROWS * WIDEST_TILES]; 2];
+    let width = rows.head_dim / DEPTH;
+    let weights = queries.weights.as_chunks::<ROWS>().0;
+    let steps = queries.tiles.len() / COLUMNS;
+    let keys_of_step = ROWS.div_ceil(steps);
+    let mut unpacked = [[EMPTY; ROWS * WIDEST_TILES]; 2];
     let [mut next, mut current] = unpacked.each_mut();
-    let mut sums = vec![Sums([0.0; TILE_ROWS]); 2 * TILE_ROWS * weights.len()];
-    let (mut sums, mut previous) = sums.split_at_mut(TILE_ROWS * weights.len());
+    let mut sums = vec![Sums([0.0; ROWS]); 2 * ROWS * weights.len()];
+    let (mut sums, mut previous) = sums.split_at_mut(ROWS * weights.len());
     let unpack = Unpack::new::<F>(&rows);
     // SAFETY: as the caller guarantees; nothing below calls this function.
     let tiles = unsafe { Tiles::new() };
-    for block in 0..scores.len().div_ceil(TILE_ROWS) + 2 {
-        let first = tokens.start + block * TILE_ROWS;
-        rows.prefetch(first, TILE_ROWS);
-        let mut totals = [_mm512_setzero_ps(); TILE_ROWS];
-        let mut pending = 0..TILE_ROWS;
-        let tiles_of_heads = queries.tiles.chunks_exact(queries.digits * width * HEADS);
+    for block in 0..scores.len().div_ceil(ROWS) + 2 {
+        let first = tokens.start + block * ROWS;
+        rows.prefetch(first, ROWS);
+        let mut totals = [_mm512_setzero_ps(); ROWS];
+        let mut pending = 0..ROWS;
+        let tiles_of_heads = queries.tiles.chunks_exact(queries.digits * width * COLUMNS);
         for (part, tiles_of_heads) in tiles_of_heads.enumerate() {
             tiles.clear();
-            for tiles_of_digit in tiles_of_heads.chunks_exact(width * HEADS) {
-                for (k, tiles_of_channels) in tiles_of_digit.chunks_exact(HEADS).enumerate() {
+            for tiles_of_digit in tiles_of_heads.chunks_exact(width * COLUMNS) {
+                for (k, tiles_of_channels) in tiles_of_digit.chunks_exact(COLUMNS).enumerate() {
                     tiles.multiply(&current[k..], width, tiles_of_channels);
                     for key in pending.by_ref().take(keys_of_step) {
                         // Past the end older keys stay, whose scores are dropped.
@@ -156,11 +122,12 @@ unsafe fn score<F: Scaled>(keys: &PackedRun<'_>, queries: &Queries, scores: &mut
                     }
                 }
             }
-            tiles.store(&mut sums[part * HEAD_TILES..], weights.len());
+            let sums = bytemuck::cast_slice_mut(&mut sums[part * COLUMN_TILES..]);
+            tiles.store(sums, weights.len() * ROWS);
         }
         if let Some(done) = block.checked_sub(2) {
-            let scores = &mut scores[done * TILE_ROWS..];
-            let wanted = scores.len().min(TILE_ROWS);
+            let scores = &mut scores[done * ROWS..];
+            let wanted = scores.len().min(ROWS);
             store(&mut scores[..wanted], 0, sums_over_lanes(totals));
         }
         swap(&mut next, &mut current);
@@ -171,7 +138,7 @@ unsafe fn score<F: Scaled>(keys: &PackedRun<'_>, queries: &Queries, scores: &mut
 /// Returns the weighted sums over heads: lane `i` has the heads `i`, `i + 16` and so on.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn total(sums: &[Sums], weights: &[[f32; TILE_ROWS]]) -> __m512 {
+fn total(sums: &[Sums], weights: &[[f32; ROWS]]) -> __m512 {
     let mut total = _mm512_setzero_ps();
     for (sums, weights) in sums.iter().zip(weights) {
         // SAFETY: both arrays have 16 floats.

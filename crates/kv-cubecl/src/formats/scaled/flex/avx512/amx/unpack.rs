@@ -2,17 +2,19 @@
 
 use core::arch::x86_64::*;
 
-use super::tiles::{Row, TILE_CHANNELS};
-use crate::formats::{
-    Codec,
-    scaled::flex::avx512::{Rows, Scaled},
+use crate::{
+    formats::{
+        Codec,
+        scaled::flex::avx512::{Rows, Scaled},
+    },
+    simd::amx::{DEPTH, Row},
 };
 
 /// Tiles of the widest key.
 pub(super) const WIDEST_TILES: usize = 8;
 
 /// Channels of the widest key. All widths are multiples of [`MULTIPLE`].
-pub(super) const WIDEST: usize = WIDEST_TILES * TILE_CHANNELS;
+pub(super) const WIDEST: usize = WIDEST_TILES * DEPTH;
 
 /// Channels that fill a vector as E2M1 codes, and two as E4M3 codes.
 pub(super) const MULTIPLE: usize = 128;
@@ -40,7 +42,7 @@ impl Unpack {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) fn new<F: Scaled>(rows: &Rows<'_>) -> Self {
         let bf16 = |code| half::bf16::from_f32(F::value(code)).to_le_bytes();
-        let (mut low, mut high, mut few) = ([[0; BYTES]; 2], [[0; BYTES]; 2], [0; TILE_CHANNELS]);
+        let (mut low, mut high, mut few) = ([[0; BYTES]; 2], [[0; BYTES]; 2], [0; DEPTH]);
         let bytes = low.as_flattened_mut().iter_mut().zip(high.as_flattened_mut());
         for (code, (low, high)) in (0..).zip(bytes) {
             [*low, *high] = bf16(code);
@@ -52,7 +54,7 @@ impl Unpack {
         let codes = BYTES * rows.head_dim / rows.width;
         let mut scales = [_mm512_setzero_si512(); WIDEST / BYTES];
         for (nth, scales) in scales.iter_mut().enumerate() {
-            let mut bytes = [0u16; TILE_CHANNELS];
+            let mut bytes = [0u16; DEPTH];
             for (lane, byte) in bytes.iter_mut().enumerate() {
                 let group = channel(F::FORMAT, nth * codes + lane) / group_size;
                 // The exponent goes to the upper byte, and the lower one is cleared.
@@ -116,7 +118,7 @@ impl Unpack {
 /// Returns the channel of a number of an unpacked key.
 pub(super) fn channel(format: Codec, at: usize) -> usize {
     let (start, at) = (at / MULTIPLE * MULTIPLE, at % MULTIPLE);
-    let (vector, lane) = (at / TILE_CHANNELS, at % TILE_CHANNELS);
+    let (vector, lane) = (at / DEPTH, at % DEPTH);
     start
         + match format {
             // A vector has the low or high bytes of the 128-bit lanes of 64 codes.
