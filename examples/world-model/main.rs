@@ -14,7 +14,7 @@ use burn::tensor::Device;
 use burn_kv::{
     cache::{Flex, Frames, On},
     eval::world::{LayerCaches, World, controls},
-    world_model::CausvidPipeline,
+    world_model::{CausvidPipeline, Rings},
 };
 use kv_world::{Frame, Input, Picture, Player, Wanderer, animation};
 
@@ -80,7 +80,7 @@ impl Game {
         let dream = |cache: &LayerCaches| -> Result<CausvidPipeline> {
             let formats = cache.formats(config.n_layers)?;
             let model = world.model.clone();
-            let cache = model.new_cache_with(&formats, ring, Frames(0), 1, &device)?;
+            let cache = model.new_cache_with(&formats, Rings::new(ring), 1, &device)?;
             Ok(CausvidPipeline::new(model, cache, SEED)?)
         };
         let mut dreams = options.caches.iter().map(dream).collect::<Result<Vec<_>>>()?;

@@ -1,9 +1,9 @@
 //! What a cache of frames stores and what a frame sees: [`FrameConfig`].
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{
-    CacheShape, Frames, KvCacheConfig, Result, RunningScale, Side, Sides,
+    CacheShape, Error, Frames, KvCacheConfig, Result, RunningScale, Side, Sides,
     error::invalid,
     layout::{CacheLayout, MemoryBytes},
 };
@@ -40,23 +40,41 @@ pub struct FrameConfig {
     /// Number of first frames that every frame sees, stored in float.
     #[serde(default)]
     pub sinks: Frames,
-    /// Rule for the running scales, for sides that [take their scales from
+    /// Rules for the running scales, for sides that [take their scales from
     /// frames](crate::KvFormat::FRAME_ONLY).
-    #[serde(default)]
-    pub running: RunningScale,
+    #[serde(default, deserialize_with = "one_or_each")]
+    pub running: Sides<RunningScale>,
+}
+
+/// Reads a rule for both sides, or one for each.
+fn one_or_each<'de, D: Deserializer<'de>>(from: D) -> Result<Sides<RunningScale>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Rules {
+        Both(RunningScale),
+        Each {
+            #[serde(default)]
+            keys: RunningScale,
+            #[serde(default)]
+            values: RunningScale,
+        },
+    }
+    Ok(match Rules::deserialize(from)? {
+        Rules::Both(rule) => rule.into(),
+        Rules::Each { keys, values } => Sides { keys, values },
+    })
 }
 
 impl FrameConfig {
     /// Describes a cache whose frames see the newest `sliding_window` frames, including themselves.
     pub fn new(format: KvCacheConfig, tokens_per_frame: usize, sliding_window: Frames) -> Self {
-        let (sinks, running) = (Frames(0), RunningScale::default());
+        let (sinks, running) = (Frames(0), Sides::default());
         Self { format, tokens_per_frame, sliding_window, sinks, running }
     }
 
-    /// Sets the rule for the running scales.
-    pub const fn with_running(mut self, running: RunningScale) -> Self {
-        self.running = running;
-        self
+    /// Sets the rules for the running scales: one for both sides, or one for each.
+    pub fn with_running(self, running: impl Into<Sides<RunningScale>>) -> Self {
+        Self { running: running.into(), ..self }
     }
 
     /// Sets the number of first frames that stay visible.
@@ -126,7 +144,14 @@ impl FrameConfig {
                 return Err(invalid("tokens_per_frame", tokens_per_frame, rule));
             }
         }
-        self.running.validate()?;
+        for side in Side::BOTH {
+            self.running[side].validate().map_err(|error| match error {
+                Error::InvalidConfig { field, value, rule } => {
+                    invalid(field, value, format!("{rule}, for the running scales of {side}"))
+                }
+                other => other,
+            })?;
+        }
         match window.0 {
             0 | 1 => Err(invalid(
                 "sliding_window",

@@ -5,6 +5,8 @@ use core::{
     ops::{Index, IndexMut},
 };
 
+use serde::{Deserialize, Serialize};
+
 /// Side of a cache: keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
@@ -34,7 +36,8 @@ impl fmt::Display for Side {
 }
 
 /// One of something for the keys and one for the values.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Sides<T> {
     /// Item of the keys.
     pub keys: T,

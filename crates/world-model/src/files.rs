@@ -9,12 +9,12 @@ use crate::{
     embed::{CONTROL_WIDTH, LEVEL_WIDTH, MOUSE_WIDTH},
 };
 use kv_models::{
-    Result, WeightDtype,
+    Error, LoadOptions, QuantizeOptions, Result, Role, Roles, WeightDtype,
     checkpoint::{Exports, Names, Weights},
     files::{failed, pretty, read_to_string, write},
     load::open_folder,
     nn::Linear,
-    save::write_weights,
+    save::{QuantizedExports, check_absent, new_folder, write_weights},
 };
 
 const NAMES: Names = Names {
@@ -84,17 +84,29 @@ fn inner(config: &Config, i: usize) -> [Projection; 8] {
 }
 
 impl GameRft {
-    /// Loads a folder with `config.json` and weights, possibly sharded, in f32, f16 or bf16. The
-    /// model is in f32.
+    /// Loads a folder with `config.json` and weights, possibly sharded, in f32, f16 or bf16, or
+    /// [quantized](Self::save_quantized). The model is in f32.
     ///
     /// # Errors
     /// Fails for a file that is missing or damaged, for a field that breaks a rule, and for a
     /// tensor that is missing, left over, not finite, or of another shape.
     pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<Self> {
+        Self::load_with(folder, device, LoadOptions::default())
+    }
+
+    /// Loads a folder as [`load`](Self::load) does, with these options. Weights may stay packed.
+    ///
+    /// # Errors
+    /// Fails as [`load`](Self::load) does, and for options that the device does not support.
+    pub fn load_with(
+        folder: impl AsRef<Path>,
+        device: &Device,
+        options: LoadOptions,
+    ) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("config.json");
         let config = Config::from_json(&read_to_string(&path)?, &path)?;
-        Self::import(config, &mut open_folder(folder, device)?)
+        Self::import(config, &mut open_folder(folder, device, options)?)
     }
 
     /// Builds the model, taking each tensor out of `weights` as it goes.
@@ -189,5 +201,58 @@ impl GameRft {
         let weights = write_weights(&path, self.exports(), dtype)?;
         weights.persist(&path).map_err(|error| failed(&path)(error.error))?;
         write(&folder.join("config.json"), &pretty(&self.config.to_json()))
+    }
+
+    /// Writes a new folder with quantized matrices that [`load_with`](Self::load_with) reads packed
+    /// or restored: `model.safetensors` in the format of
+    /// [`save_quantized`](kv_models::save_quantized), `config.json`, and what `others` writes into
+    /// it.
+    ///
+    /// The format of MLPs is also used for the projections of levels, controls and conditions, the
+    /// one of embeddings for input and output. The first projections of the mouse's angle and of
+    /// the buttons, which have two columns and a column for each button, stay in float, in f16
+    /// unless the options name a type.
+    ///
+    /// # Errors
+    /// Fails as [`QuantizedExports`] and [`new_folder`] do, and as `others` does. Nothing is left
+    /// on the disk then.
+    pub fn save_quantized<E: From<Error>>(
+        &self,
+        folder: &Path,
+        options: QuantizeOptions<'_>,
+        others: impl FnOnce(&Path) -> Result<(), E>,
+    ) -> Result<(), E> {
+        check_absent(folder)?;
+        let path = folder.join("model.safetensors");
+        let dtype = options.dtype.dtype().unwrap_or(DType::F16);
+        let quantized =
+            QuantizedExports::new(self.exports(), &self.roles(), options, dtype, &path)?;
+        let mut config = self.config.to_json();
+        config.insert("quantization_config".into(), quantized.config());
+        new_folder(folder, options.stop, |folder| {
+            let at = folder.join("model.safetensors");
+            let weights = quantized.write(&at, &path)?;
+            weights.persist(&at).map_err(|error| failed(&path)(error.error))?;
+            write(&folder.join("config.json"), &pretty(&config))?;
+            others(folder)
+        })
+    }
+
+    /// Returns the roles of all matrices that can be quantized.
+    fn roles(&self) -> Roles {
+        let mut roles = Roles::default();
+        let Self { input, level, controls, layers, norm, output, .. } = self;
+        roles.add(Role::Embedding, input);
+        roles.add(Role::Head, output);
+        roles.add(Role::Mlp, level);
+        roles.add(Role::Mlp, &controls.mouse);
+        roles.add(Role::Mlp, &controls.buttons.down);
+        roles.add(Role::Mlp, norm);
+        for layer in layers {
+            roles.add(Role::Mlp, layer);
+            roles.add(Role::Qkv, &layer.qkv);
+            roles.add(Role::AttentionOutput, &layer.output);
+        }
+        roles
     }
 }

@@ -40,4 +40,5 @@ pub use config::Config;
 pub use controls::{Controls, Noised};
 pub use embed::{ControlEmbedding, Mlp};
 pub use model::{Block, GameRft};
+pub use new_cache::Rings;
 pub use pipeline::CausvidPipeline;

@@ -1,10 +1,42 @@
 //! Allocates caches for a model.
 
 use burn::tensor::Device;
-use kv_cubecl::{FrameCache, FrameConfig, Frames, KvCacheConfig};
+use kv_cubecl::{FrameCache, FrameConfig, Frames, KvCacheConfig, RunningScale, Sides};
 
 use crate::{GameRft, WorldCache, cache};
 use kv_models::Result;
+
+/// The settings that all rings of a model's cache share.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Rings {
+    /// Frames of the rings of global layers, including the current one. Local layers keep as many
+    /// as they see.
+    pub frames: Frames,
+    /// First frames that stay in the rings.
+    pub sinks: Frames,
+    /// Rules for the running scales, for sides that take their scales from frames.
+    pub running: Sides<RunningScale>,
+}
+
+impl Rings {
+    /// Describes rings of `frames` frames without sinks, and with the default running scales.
+    pub fn new(frames: Frames) -> Self {
+        Self { frames, sinks: Frames(0), running: Sides::default() }
+    }
+
+    /// Keeps the first frames.
+    #[must_use]
+    pub fn with_sinks(self, sinks: Frames) -> Self {
+        Self { sinks, ..self }
+    }
+
+    /// Sets the rules for the running scales: one for both sides, or one for each.
+    #[must_use]
+    pub fn with_running(self, running: impl Into<Sides<RunningScale>>) -> Self {
+        Self { running: running.into(), ..self }
+    }
+}
 
 impl GameRft {
     /// Allocates an empty cache for `batch` streams. Global layers keep `ring` frames, including
@@ -20,11 +52,11 @@ impl GameRft {
         device: &Device,
     ) -> Result<WorldCache> {
         let formats = vec![format; self.config.n_layers];
-        self.new_cache_with(&formats, ring, Frames(0), batch, device)
+        self.new_cache_with(&formats, Rings::new(ring), batch, device)
     }
 
     /// Allocates a cache as [`new_cache`](Self::new_cache) does, with a format for each layer and
-    /// the first frames kept as `sinks`.
+    /// these rings.
     ///
     /// # Errors
     /// Fails as [`new_cache`](Self::new_cache) does, and with
@@ -32,14 +64,13 @@ impl GameRft {
     pub fn new_cache_with(
         &self,
         formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
+        rings: Rings,
         batch: usize,
         device: &Device,
     ) -> Result<WorldCache> {
         cache::check_layers("formats", formats.len(), &self.config)?;
         let shape = cache::shape(&self.config, batch);
-        let rings = self.rings(formats, ring, sinks);
+        let rings = self.rings(formats, rings);
         let layers = rings.map(|config| Ok(FrameCache::new(&config, shape, device)?));
         Ok(WorldCache::new(layers.collect::<Result<_>>()?))
     }
@@ -51,13 +82,12 @@ impl GameRft {
     pub fn cache_bytes_with(
         &self,
         formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
+        rings: Rings,
         batch: usize,
     ) -> Result<usize> {
         cache::check_layers("formats", formats.len(), &self.config)?;
         let shape = cache::shape(&self.config, batch);
-        let rings = self.rings(formats, ring, sinks);
+        let rings = self.rings(formats, rings);
         rings.map(|config| Ok(config.memory_bytes(shape)?.total())).sum()
     }
 
@@ -65,13 +95,13 @@ impl GameRft {
     fn rings(
         &self,
         formats: &[KvCacheConfig],
-        ring: Frames,
-        sinks: Frames,
+        Rings { frames, sinks, running }: Rings,
     ) -> impl Iterator<Item = FrameConfig> {
         let config = &self.config;
         formats.iter().enumerate().map(move |(i, &format)| {
-            let window = config.window(i, ring);
-            FrameConfig::new(format, config.tokens_per_frame(), window).with_sinks(sinks)
+            FrameConfig::new(format, config.tokens_per_frame(), config.window(i, frames))
+                .with_sinks(sinks)
+                .with_running(running)
         })
     }
 }

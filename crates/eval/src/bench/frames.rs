@@ -1,7 +1,9 @@
 //! Benchmarks of a frame's attention over a full ring of frames in one layer.
 
 use burn::tensor::{Distribution, Tensor};
-use kv_cubecl::{CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, On, Target};
+use kv_cubecl::{
+    CacheShape, FrameCache, FrameConfig, Frames, KvCacheConfig, On, RunningScale, Sides, Target,
+};
 use kv_models::spans::PHASE;
 use serde::Serialize;
 use tracing::trace_span;
@@ -22,6 +24,8 @@ pub struct FramesPlan {
     pub tokens_per_frame: usize,
     /// Frames of the ring, including the one that attends.
     pub window: Frames,
+    /// Rules for the running scales, for sides that take their scales from frames.
+    pub running: Sides<RunningScale>,
     /// Number of samples; the median is reported.
     pub samples: usize,
 }
@@ -47,9 +51,14 @@ impl FramesPlan {
         // Queries, keys and values of a frame, and a copy of each.
         let frame = size::tensor_bytes([batch, n_heads, tokens_per_frame, head_dim])?;
         formats.iter().try_fold(6 * frame, |sum, &format| {
-            let ring = FrameConfig::new(format, tokens_per_frame, self.window);
+            let ring = self.ring(format);
             Ok(sum.saturating_add(ring.memory_bytes(shape)?.total() as u64))
         })
+    }
+
+    fn ring(&self, format: KvCacheConfig) -> FrameConfig {
+        let ring = FrameConfig::new(format, self.tokens_per_frame, self.window);
+        ring.with_running(self.running)
     }
 
     fn random<T: Target>(&self, device: &On<T>) -> Tensor<4> {
@@ -86,8 +95,7 @@ pub fn time_frames<T: Target>(
     let shape = CacheShape::new(plan.batch, plan.n_heads, plan.head_dim);
     let mut rings = Vec::with_capacity(formats.len());
     for &format in formats {
-        let config = FrameConfig::new(format, plan.tokens_per_frame, plan.window);
-        let mut ring = FrameCache::new(&config, shape, device)?;
+        let mut ring = FrameCache::new(&plan.ring(format), shape, device)?;
         for _ in 0..plan.window.0 {
             ring.append(plan.random(device), plan.random(device))?;
         }

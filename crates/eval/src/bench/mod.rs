@@ -141,7 +141,7 @@ fn no_graph_capture<T: Target>() -> Error {
 }
 
 /// Waits until the device has completed all work.
-fn wait<T: Target>(device: &On<T>) -> Result<()> {
+pub(crate) fn wait<T: Target>(device: &On<T>) -> Result<()> {
     let _span = trace_span!(target: OPERATION, "wait").entered();
     device.sync().map_err(|error| Error::Device {
         cache: format!("on {}", T::NAME),

@@ -1,74 +1,19 @@
 //! Comparison of caches on the same games.
 
-use core::{fmt, str::FromStr};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use kv_cubecl::{KvCacheConfig, On, RunningCounters, Sides, Target};
-use kv_models::ModelCacheConfig;
 use kv_world::Frame;
 use kv_world_model::{Noised, Store, WorldCache};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::{Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
-use crate::{Error, Result, bench::median};
-
-/// The caches of a world model's layers: a cache or policy in all layers, or in the last few with
-/// float in the others.
-///
-/// It is parsed from the name of a cache, a preset or a policy file. A suffix `@2` selects the last
-/// two layers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerCaches {
-    /// The cache or policy.
-    pub cache: ModelCacheConfig,
-    /// Number of last layers that use it; `None` for all.
-    pub last: Option<usize>,
-}
-
-impl LayerCaches {
-    /// Returns the format of each of `layers` layers.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] for more layers than the model has.
-    pub fn formats(&self, layers: usize) -> Result<Vec<KvCacheConfig>> {
-        let last = self.last.unwrap_or(layers);
-        if last > layers {
-            let rule = format!("selects more than the model's {layers} layers");
-            return Err(Error::plan("cache", self, rule));
-        }
-        let mut formats = vec![KvCacheConfig::float(); layers - last];
-        formats.extend(self.cache.of_layers(last)?);
-        Ok(formats)
-    }
-
-    /// Returns float in all layers, the baseline.
-    fn float() -> Self {
-        Self { cache: KvCacheConfig::float().into(), last: None }
-    }
-}
-
-impl fmt::Display for LayerCaches {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.cache.fmt(f)?;
-        self.last.map_or(Ok(()), |last| write!(f, "@{last}"))
-    }
-}
-
-impl FromStr for LayerCaches {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let Some((cache, last)) = text.split_once('@') else {
-            return Ok(Self { cache: ModelCacheConfig::find(text)?, last: None });
-        };
-        let last = last.parse().ok().filter(|&last: &usize| last > 0);
-        let rule = "must have a number of layers, at least 1, after @";
-        let last = last.ok_or_else(|| Error::plan("cache", format!("{text:?}"), rule))?;
-        Ok(Self { cache: ModelCacheConfig::find(cache)?, last: Some(last) })
-    }
-}
+use super::{LayerCaches, Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
+use crate::{
+    Result,
+    bench::{median, wait},
+};
 
 /// Quality of a model's frames with one cache: means over all seeds, by frame after the context.
 #[derive(Clone, Debug, Serialize)]
@@ -95,6 +40,8 @@ pub struct WorldPoint {
     pub model_seconds: f64,
     /// Seconds in attention, measured separately with the final caches.
     pub attention_seconds: f64,
+    /// Seconds to store a frame of all seeds, measured separately with the final caches.
+    pub store_seconds: f64,
     /// Seconds to decode a frame of all seeds.
     pub decoder_seconds: f64,
     /// Scales that layers take from frames, after the last frame.
@@ -102,7 +49,7 @@ pub struct WorldPoint {
 }
 
 /// The scales of all heads of a side, in a layer that takes them from frames.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct LayerScales {
     /// The layer, from 0.
     pub layer: usize,
@@ -116,21 +63,23 @@ pub struct LayerScales {
     pub max: f32,
     /// The largest relative change of a scale by the last frame.
     pub change: f32,
+    /// The share of the last frame's numbers that saturate, by game and head.
+    pub saturated: Vec<f32>,
 }
 
 impl LayerScales {
-    /// Returns the sum over all layers.
-    fn of(cache: &WorldCache) -> Vec<Self> {
+    /// Returns the scales of all layers that take them from frames.
+    pub fn of(cache: &WorldCache) -> Vec<Self> {
         let layers = cache.layers().iter().enumerate();
         let sides = layers.flat_map(|(layer, ring)| {
             let Sides { keys, values } = ring.running();
             [("keys", keys), ("values", values)].map(|(side, found)| (layer, side, found))
         });
         let found = sides.filter_map(|(layer, side, found)| {
-            let RunningCounters {
-                scale_min: min, scale_mean: mean, scale_max: max, change, ..
-            } = found?;
-            Some(Self { layer, side, min, mean, max, change })
+            let RunningCounters { scale_min, scale_mean, scale_max, change, saturated, .. } =
+                found?;
+            let (min, mean, max) = (scale_min, scale_mean, scale_max);
+            Some(Self { layer, side, min, mean, max, change, saturated })
         });
         found.collect()
     }
@@ -143,9 +92,9 @@ impl WorldPoint {
         drops.fold(f64::NEG_INFINITY, f64::max)
     }
 
-    /// Returns the seconds of a frame of all seeds outside attention, mostly projections.
+    /// Returns the seconds of a frame of all seeds outside the caches, mostly projections.
     pub fn projection_seconds(&self) -> f64 {
-        (self.model_seconds - self.attention_seconds).max(0.0)
+        (self.model_seconds - self.attention_seconds - self.store_seconds).max(0.0)
     }
 
     /// Returns the mean PSNR of the last tenth of the frames, which shows the drift.
@@ -167,10 +116,10 @@ pub fn compare_bytes(
 ) -> Result<u64> {
     let config = world.model.config();
     let mut largest = 0;
-    for cache in [&LayerCaches::float()].into_iter().chain(caches) {
+    for cache in [&LayerCaches::default()].into_iter().chain(caches) {
         let formats = cache.formats(config.n_layers)?;
         let batch = usize::try_from(games).unwrap_or(usize::MAX);
-        let bytes = world.model.cache_bytes_with(&formats, plan.ring, plan.sinks, batch)?;
+        let bytes = world.model.cache_bytes_with(&formats, plan.rings, batch)?;
         largest = largest.max(bytes as u64);
     }
     let played = frames.saturating_sub(plan.context as u64);
@@ -196,37 +145,47 @@ pub fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len().max(1) as f64
 }
 
-/// Plays the games of `truth` with float caches and then with each of `caches`. `on_point` receives
-/// every point and its frames; `progress` is called after every frame.
+/// Plays the games of `truth` with float caches and then with each of `caches`. With a `reference`,
+/// such as the model before its weights were quantized, that model plays first instead, also with
+/// float caches. `on_point` receives every point and its frames; `progress` is called after every
+/// frame with the cache's name and the cache.
 ///
 /// # Errors
 /// Fails as [`roll_out`] and [`LayerCaches::formats`] do, before anything is played.
 pub fn compare<T: Target>(
     device: &On<T>,
-    world: &World,
+    (world, reference): (&World, Option<&World>),
     truth: &Truth,
     plan: &RolloutPlan,
     caches: &[LayerCaches],
     mut on_point: impl FnMut(WorldPoint, &[Vec<Frame>]) -> Result<()>,
-    mut progress: impl FnMut(),
+    mut progress: impl FnMut(&str, &WorldCache),
 ) -> Result<()> {
-    let layers = world.model.config().n_layers;
-    let float = LayerCaches::float();
-    let all = core::iter::once(&float).chain(caches.iter().filter(|&cache| *cache != float));
-    let all: Vec<_> =
-        all.map(|cache| Ok((cache, cache.formats(layers)?))).collect::<Result<_>>()?;
-    for (_, formats) in &all {
+    let float = LayerCaches::default();
+    let first = (reference.unwrap_or(world), &float);
+    // Without a reference, the float cache is the first point already.
+    let others = caches.iter().filter(|&cache| reference.is_some() || *cache != float);
+    let all = core::iter::once(first).chain(others.map(|cache| (world, cache)));
+    let all = all.map(|(world, cache)| {
+        let formats = cache.formats(world.model.config().n_layers)?;
         // An unsupported format is an error now, not after the others have played.
-        world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
-    }
+        world.model.new_cache_with(&formats, plan.rings, 1, device)?;
+        Ok((world, cache, formats))
+    });
+    let all: Vec<_> = all.collect::<Result<_>>()?;
     let mut twin: Option<(Vec<Vec<Frame>>, Vec<Tensor<5>>)> = None;
-    for (cache, formats) in &all {
-        let rollout = roll_out(world, truth, plan, formats, device, &mut progress)?;
+    for (world, cache, formats) in &all {
+        let name = match twin.is_none() && reference.is_some() {
+            true => "reference".to_string(),
+            false => cache.to_string(),
+        };
+        let progress = |cache: &WorldCache| progress(&name, cache);
+        let rollout = roll_out(world, truth, plan, formats, device, progress)?;
         let velocities = velocities(world, truth, plan, formats, device)?;
-        let attention = attention_time(device, world, &rollout.cache)?;
-        let (frames, reference) =
+        let [attention, store] = cache_times(device, world, &rollout.cache)?;
+        let (frames, exact) =
             twin.get_or_insert_with(|| (rollout.frames.clone(), velocities.clone()));
-        let bytes = world.model.new_cache_with(formats, plan.ring, plan.sinks, 1, device)?;
+        let bytes = world.model.new_cache_with(formats, plan.rings, 1, device)?;
         let against = |others: &[Vec<Frame>], of: fn(&Frame, &Frame) -> f64| -> Vec<f64> {
             let pairs = rollout.frames.par_iter().zip(others);
             let means = pairs.map(|(frames, others)| {
@@ -238,17 +197,18 @@ pub fn compare<T: Target>(
         let seconds = |duration: Duration| duration.as_secs_f64();
         let real = &truth.frames[plan.context..];
         let point = WorldPoint {
-            cache: cache.to_string(),
+            cache: name.clone(),
             psnr: against(real, psnr),
             squared_error: against(real, squared_error),
             ssim: against(real, ssim),
             twin_psnr: against(frames, psnr),
             twin_ssim: against(frames, ssim),
-            velocity_error: difference(&velocities, reference),
+            velocity_error: difference(&velocities, exact),
             bytes: bytes.memory_bytes().total(),
             bytes_read: rollout.cache.bytes_read() / truth.frames[0].len(),
             model_seconds: seconds(rollout.model),
             attention_seconds: attention,
+            store_seconds: store,
             decoder_seconds: seconds(rollout.decoder),
             scales: LayerScales::of(&rollout.cache),
         };
@@ -270,7 +230,7 @@ fn velocities(
     device: &Device,
 ) -> Result<Vec<Tensor<5>>> {
     let batch = truth.frames[0].len();
-    let mut cache = world.model.new_cache_with(formats, plan.ring, plan.sinks, batch, device)?;
+    let mut cache = world.model.new_cache_with(formats, plan.rings, batch, device)?;
     device.seed(plan.seed);
     let mut found = Vec::new();
     for (i, frames) in truth.frames.iter().take(plan.context + PREDICTED).enumerate() {
@@ -297,24 +257,32 @@ fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
     (apart / b.iter().map(|b| squares(b.clone())).sum::<f64>()).sqrt()
 }
 
-/// Returns the seconds of the attention of one frame in all layers, for its two forward passes.
-fn attention_time<T: Target>(device: &On<T>, world: &World, cache: &WorldCache) -> Result<f64> {
+/// Returns the seconds of a frame in the caches of all layers: its attention, in two forward
+/// passes, and its storage in one.
+fn cache_times<T: Target>(device: &On<T>, world: &World, cache: &WorldCache) -> Result<[f64; 2]> {
     const SAMPLES: usize = 5;
     let config = world.model.config();
-    let mut sum = 0.0;
+    let mut sums = [0.0; 2];
     for layer in cache.layers() {
         let batch = layer.layout().shape().batch;
         let shape = [batch, config.n_heads, config.tokens_per_frame(), config.head_dim()];
         let [query, key, value] =
             [(); 3].map(|()| Tensor::random(shape, Distribution::Normal(0.0, 1.0), &**device));
-        let mut seconds = Vec::with_capacity(SAMPLES);
+        let mut ring = layer.clone();
+        let mut seconds = [(); 2].map(|()| Vec::with_capacity(SAMPLES));
         for _ in 0..=SAMPLES {
             let start = Instant::now();
-            layer.peek(query.clone(), key.clone(), value.clone())?.output.into_data();
-            seconds.push(start.elapsed().as_secs_f64());
+            ring.peek(query.clone(), key.clone(), value.clone())?;
+            wait(device)?;
+            let attended = Instant::now();
+            ring.append(key.clone(), value.clone())?;
+            wait(device)?;
+            seconds[0].push((attended - start).as_secs_f64());
+            seconds[1].push(attended.elapsed().as_secs_f64());
         }
-        // The first run also compiles kernels and allocates.
-        sum += 2.0 * median(&mut seconds[1..]);
+        // The first run also compiles kernels, and copies the ring, which others share.
+        let [attention, storage] = seconds.each_mut().map(|seconds| median(&mut seconds[1..]));
+        sums = [sums[0] + 2.0 * attention, sums[1] + storage];
     }
-    Ok(sum)
+    Ok(sums)
 }

@@ -1,18 +1,20 @@
 //! Evaluation of world models in a game whose true frames are known.
 
 mod compare;
+mod layers;
 mod quality;
 mod rollout;
 
 use std::{fs, path::Path};
 
 use burn::tensor::{Device, Tensor, TensorData};
-use kv_models::WeightDtype;
+use kv_models::{LoadOptions, QuantizeOptions, WeightDtype};
 use kv_world::{Codec, Frame, Input, Maze, Wanderer};
 use kv_world_model::{Controls, GameRft};
 use serde::{Deserialize, Serialize};
 
-pub use compare::{LayerCaches, LayerScales, WorldPoint, compare, compare_bytes, mean};
+pub use compare::{LayerScales, WorldPoint, compare, compare_bytes, mean};
+pub use layers::LayerCaches;
 pub use quality::{MOST_DB, decibels, psnr, squared_error, ssim};
 pub use rollout::{Rollout, RolloutPlan, roll_out};
 
@@ -59,12 +61,21 @@ impl World {
         Ok(Self { model, codec, maze_seed, maze: Maze::new(maze_seed) })
     }
 
-    /// Reads a folder that [`save`](Self::save) wrote.
+    /// Reads a folder that [`save`](Self::save) wrote, with weights in f32.
     ///
     /// # Errors
     /// A file that is missing, damaged or of another model; the message names it.
     pub fn load(folder: &Path, device: &Device) -> Result<Self> {
-        let model = GameRft::load(folder, device)?;
+        Self::load_with(folder, device, LoadOptions::default())
+    }
+
+    /// Reads a folder that [`save`](Self::save) or [`save_quantized`](Self::save_quantized) wrote,
+    /// with these options for the weights.
+    ///
+    /// # Errors
+    /// Fails as [`load`](Self::load) does, and for options that the device does not support.
+    pub fn load_with(folder: &Path, device: &Device, options: LoadOptions) -> Result<Self> {
+        let model = GameRft::load_with(folder, device, options)?;
         let path = folder.join(ABOUT);
         let about = fs::read_to_string(&path).map_err(|error| error.to_string());
         let about = about.and_then(|text| {
@@ -80,6 +91,25 @@ impl World {
     /// A file that cannot be written; the message names it.
     pub fn save(&self, folder: &Path, dtype: WeightDtype) -> Result<()> {
         self.model.save(folder, dtype)?;
+        self.save_others(folder)
+    }
+
+    /// Writes a new folder as [`save`](Self::save) does, with [quantized
+    /// matrices](GameRft::save_quantized).
+    ///
+    /// # Errors
+    /// A folder that exists, a file that cannot be written, and the errors of
+    /// [`GameRft::save_quantized`]. Nothing is left on the disk then.
+    pub fn save_quantized(&self, folder: &Path, options: QuantizeOptions<'_>) -> Result<()> {
+        self.model.save_quantized(folder, options, |folder| self.save_others(folder))
+    }
+
+    /// Returns whether a folder holds a world.
+    pub fn is_in(folder: &Path) -> bool {
+        folder.join(ABOUT).is_file()
+    }
+
+    fn save_others(&self, folder: &Path) -> Result<()> {
         self.codec.save(folder)?;
         let path = folder.join(ABOUT);
         let about = serde_json::json!({ "maze": self.maze_seed });

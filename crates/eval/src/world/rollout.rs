@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use kv_cubecl::{Frames, KvCacheConfig};
+use kv_cubecl::KvCacheConfig;
 use kv_world::Frame;
-use kv_world_model::{CausvidPipeline, WorldCache};
+use kv_world_model::{CausvidPipeline, Rings, WorldCache};
 
 use super::{Truth, World};
 use crate::{Error, Result};
@@ -15,10 +15,8 @@ use crate::{Error, Result};
 pub struct RolloutPlan {
     /// True frames that the model sees first.
     pub context: usize,
-    /// Frames of the rings of global layers.
-    pub ring: Frames,
-    /// First frames that stay in the rings.
-    pub sinks: Frames,
+    /// The rings of the caches.
+    pub rings: Rings,
     /// Seed of the noise.
     pub seed: u64,
 }
@@ -37,7 +35,7 @@ pub struct Rollout {
 }
 
 /// Lets a model continue the first frames of `truth` with the controls of the other frames. The
-/// caches have `formats` by layer. `progress` is called after every frame.
+/// caches have `formats` by layer. `progress` is called with the cache after every frame.
 ///
 /// # Errors
 /// [`Error::Plan`] without a context or a frame after it, and the errors of caches and model.
@@ -47,7 +45,7 @@ pub fn roll_out(
     plan: &RolloutPlan,
     formats: &[KvCacheConfig],
     device: &Device,
-    mut progress: impl FnMut(),
+    mut progress: impl FnMut(&WorldCache),
 ) -> Result<Rollout> {
     let frames = truth.frames.len();
     if plan.context == 0 || plan.context >= frames {
@@ -55,12 +53,12 @@ pub fn roll_out(
         return Err(Error::plan("context", plan.context, rule));
     }
     let batch = truth.frames[0].len();
-    let cache = world.model.new_cache_with(formats, plan.ring, plan.sinks, batch, device)?;
+    let cache = world.model.new_cache_with(formats, plan.rings, batch, device)?;
     let mut pipeline = CausvidPipeline::new(world.model.clone(), cache, plan.seed)?;
     for i in 0..plan.context {
         let latents = world.latents(&truth.frames[i], device);
         pipeline.see(latents, &truth.controls(i, device)?)?;
-        progress();
+        progress(pipeline.cache());
     }
     let (mut model, mut decoder) = (Duration::ZERO, Duration::ZERO);
     let mut shown = Vec::with_capacity(frames - plan.context);
@@ -73,7 +71,7 @@ pub fn roll_out(
         let start = Instant::now();
         shown.push(world.frames(burn::tensor::Tensor::from_data(data, device))?);
         decoder += start.elapsed();
-        progress();
+        progress(pipeline.cache());
     }
     let n = (frames - plan.context) as u32;
     let cache = pipeline.cache().clone();

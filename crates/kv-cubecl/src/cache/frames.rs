@@ -32,12 +32,14 @@ pub struct FrameCache {
     running: Sides<Running>,
 }
 
-/// Running amax of a side, `[batch, n_kv_heads, 1, 1]`, for the newest frame and the one before.
-/// `None` without such a frame, and for sides whose scales do not come from frames.
+/// Running amax of a side, `[batch, n_kv_heads, 1, 1]`, for the newest frame and the one before,
+/// and the share of the newest frame's numbers beyond it. `None` without such a frame, and for
+/// sides whose scales do not come from frames.
 #[derive(Clone, Debug, Default)]
 struct Running {
     newest: Option<Tensor<4>>,
     before: Option<Tensor<4>>,
+    saturated: Option<Tensor<4>>,
 }
 
 impl FrameCache {
@@ -92,8 +94,8 @@ impl FrameCache {
         let CacheShape { batch, n_kv_heads, .. } = self.layout().shape();
         for (side, bytes) in [(Side::Keys, &mut bytes.keys), (Side::Values, &mut bytes.values)] {
             if self.config.format.format(side).frame_scale().is_some() {
-                // `Running` has two tensors per side.
-                *bytes += 2 * batch * n_kv_heads * size_of::<f32>();
+                // `Running` has three tensors per side.
+                *bytes += 3 * batch * n_kv_heads * size_of::<f32>();
             }
         }
         bytes
@@ -118,7 +120,7 @@ impl FrameCache {
     /// before the first frame. Waits for the device.
     pub fn running(&self) -> Sides<Option<RunningCounters>> {
         Sides::from_fn(|side| {
-            let Running { newest, before } = &self.running[side];
+            let Running { newest, before, saturated } = &self.running[side];
             let numbers = |x: &Tensor<4>| -> Vec<f32> { x.to_data().iter::<f32>().collect() };
             let newest = numbers(newest.as_ref()?);
             let scales = || newest.iter().map(|largest| largest / 127.0);
@@ -133,6 +135,7 @@ impl FrameCache {
                 scale_mean: scales().map(f64::from).sum::<f64>() / newest.len() as f64,
                 scale_max: scales().fold(0.0, f32::max),
                 change: change.unwrap_or_default(),
+                saturated: saturated.as_ref().map(numbers).unwrap_or_default(),
             })
         })
     }
@@ -272,16 +275,18 @@ impl FrameCache {
     /// Overwrites a side of frame `index`, counted after the sinks, if its format takes scales from
     /// frames. The side has been stored with a scale per token; the frame's scale replaces it.
     fn scale(&mut self, side: Side, rows: Tensor<4>, index: u64, again: bool) {
-        let FrameConfig { format, running: ref rule, sinks, .. } = self.config;
+        let FrameConfig { format, running: ref rules, sinks, .. } = self.config;
+        let rule = &rules[side];
         let Some(of) = format.format(side).frame_scale() else { return };
         let rows = functions::store(functions::hadamard_side(rows, side, &format), format.float);
-        let Running { newest, before } = &mut self.running[side];
+        let Running { newest, before, saturated } = &mut self.running[side];
         if !again {
             *before = newest.take();
         }
         let found = running::found(rows.clone(), of, rule);
         let largest = running::follow(before.clone(), found, index, rule);
         *newest = Some(largest.clone());
+        *saturated = Some(running::share_beyond(rows.clone(), largest.clone()));
         let (codes, scales) = running::quantize_frame(rows, largest);
         let first = self.ring.tokens(index + sinks.0) - self.ring.layout.config().sink_tokens;
         self.state.put_tokens(&self.ring.layout, side, first, codes, scales);

@@ -166,6 +166,7 @@ impl FrameView<'_> {
         let stored = store(tensor, layout.config().float);
         let quantized = layout.sides()[side].spec.map(|spec| {
             let FrameConfig { format, tokens_per_frame, ref running, .. } = *self.config;
+            let running = &running[side];
             let (tensor, sinks) = (stored.clone(), schedule.sink_tokens);
             let hat = match format.format(side).frame_scale() {
                 Some(of) => fake_quantize_frames(tensor, tokens_per_frame, sinks, of, running),

@@ -61,7 +61,7 @@ pub(crate) fn follow(
     index: u64,
     rule: &RunningScale,
 ) -> Tensor<4> {
-    let RunningScale { momentum, warm_up, growth, floor, .. } = *rule;
+    let RunningScale { momentum, warm_up, growth, floor, ceiling, .. } = *rule;
     let next = match before {
         None => found,
         Some(before) if Frames(index) < warm_up => before.max_pair(found),
@@ -70,7 +70,13 @@ pub(crate) fn follow(
             mean.min_pair(before * growth)
         }
     };
-    next.clamp_min(floor)
+    next.clamp(floor, ceiling)
+}
+
+/// Returns the share of a frame's numbers beyond `largest`, both `[batch, n_kv_heads, 1, 1]`.
+pub(crate) fn share_beyond(frame: Tensor<4>, largest: Tensor<4>) -> Tensor<4> {
+    let beyond = frame.clone().abs().greater(largest.expand(frame.dims()));
+    beyond.float().mean_dim(3).mean_dim(2)
 }
 
 /// Tokens, at most as large as `largest`, `[batch, n_kv_heads, tokens or 1, 1]`, with that behind

@@ -26,7 +26,7 @@ pub fn running_amax(frames: &[Vec<f32>], percentile: bool, rule: &RunningScale) 
                 mean.min(before * rule.growth)
             }
         };
-        running.push(r.max(rule.floor));
+        running.push(r.max(rule.floor).min(rule.ceiling));
     }
     running
 }

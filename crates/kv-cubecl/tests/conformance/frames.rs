@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{
     Attention, AttentionOptions, CacheFloat, CacheShape, FakeQuantOptions, FrameCache, FrameConfig,
-    Frames, KvFormat, On, Side, Target, frame_attention,
+    Frames, KvFormat, On, Side, Sides, Target, frame_attention,
     reference::{self, RowOptions, StreamOracle, attend_row_with},
 };
 
@@ -150,7 +150,7 @@ impl Case {
         });
         let rows: Vec<Vec<f32>> = rows.collect();
         let percentile = format.format(side) == KvFormat::Int8Percentile;
-        let amax = reference::running_amax(&rows, percentile, running);
+        let amax = reference::running_amax(&rows, percentile, &running[side]);
         (rows, amax)
     }
 
@@ -229,7 +229,13 @@ fn of_frames(format: KvFormat) -> bool {
 }
 
 fn config((name, tokens, window, sinks): (&str, usize, u64, u64)) -> FrameConfig {
-    FrameConfig::new(name.parse().unwrap(), tokens, Frames(window)).with_sinks(Frames(sinks))
+    let running = Sides {
+        keys: "momentum=0.5,warm-up=1,growth=1.1,percentile=90".parse().unwrap(),
+        values: "momentum=0.8,warm-up=2,ceiling=2,percentile=70".parse().unwrap(),
+    };
+    FrameConfig::new(name.parse().unwrap(), tokens, Frames(window))
+        .with_sinks(Frames(sinks))
+        .with_running(running)
 }
 
 fn lacks<T: Target>(on: &On<T>, float: CacheFloat) -> bool {

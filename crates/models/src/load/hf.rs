@@ -168,10 +168,14 @@ pub fn random(config: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel>
 /// Opens the tensors of a Hugging Face folder without reading them.
 ///
 /// # Errors
-/// An [`Error`] for a folder without weight files, or with files that cannot be read.
-pub fn open_folder(folder: &Path, device: &Device) -> Result<Weights> {
+/// An [`Error`] for a folder without weight files, or with files that cannot be read, and for
+/// options that the device does not support.
+pub fn open_folder(folder: &Path, device: &Device, options: LoadOptions) -> Result<Weights> {
     let (format, files) = weight_files(folder)?;
-    open_files(folder, format, &files, device)
+    let mut weights = open_files(folder, format, &files, device)?;
+    weights.join_quantized()?;
+    options.apply(&mut weights)?;
+    Ok(weights)
 }
 
 fn open_files(

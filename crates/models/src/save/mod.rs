@@ -20,7 +20,7 @@ mod options;
 mod packed;
 
 pub use options::QuantizeOptions;
-pub use packed::save_quantized;
+pub use packed::{QuantizedExports, check_absent, new_folder, save_quantized};
 
 pub use crate::files::staged;
 

@@ -1,6 +1,11 @@
 //! Saves quantized models: matrices as codes and scales, in a Hugging Face folder.
 
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, Quantize, WeightFormat};
@@ -20,7 +25,7 @@ use crate::{
     },
     decoder::Roles,
     error::{Error, Result},
-    exports::{Export, RowOrder, Values},
+    exports::{Export, Exports, RowOrder, Values},
     files::failed,
     model::LanguageModel,
     mxfp4::{self, BLOCK},
@@ -49,19 +54,42 @@ pub fn save_quantized(
     options: QuantizeOptions<'_>,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    if fs::symlink_metadata(folder).is_ok() {
-        let error = io::Error::new(io::ErrorKind::AlreadyExists, "exists already");
-        return Err(failed(folder)(error));
-    }
+    check_absent(folder)?;
     let weights = folder.join("model.safetensors");
     let floats = SaveOptions { dtype: options.dtype, cache: options.cache };
     let mut config = configured(model, tokenizer, floats, &folder.join("config.json"))?;
     let dtype = floats.dtype_of(model);
-    let exports = model.decoder().export().into_tensors();
-    let plan = plan(exports, &model.roles(), options, &weights)?;
-    config.insert("quantization_config".into(), quantization_config(&plan, options.quantize));
+    let exports = model.decoder().export();
+    let quantized = QuantizedExports::new(exports, &model.roles(), options, dtype, &weights)?;
+    config.insert("quantization_config".into(), quantized.config());
+    new_folder(folder, options.stop, |folder| {
+        let write = |path: &Path| quantized.write(path, &weights);
+        write_folder(folder, model, tokenizer, &config, options.cache, write)
+    })
+}
 
-    // The folder is renamed when it is complete.
+/// Checks that no file or folder has this name.
+///
+/// # Errors
+/// Fails for one that exists.
+pub fn check_absent(folder: &Path) -> Result<()> {
+    match fs::symlink_metadata(folder).is_ok() {
+        true => Err(failed(folder)(io::Error::new(io::ErrorKind::AlreadyExists, "exists already"))),
+        false => Ok(()),
+    }
+}
+
+/// Writes a new folder. `write` gets an empty one, which is renamed when it is complete.
+///
+/// # Errors
+/// Fails for a folder that exists or cannot be written, as `write` does, and with
+/// [`Error::Interrupted`] if `stop` is true then. Nothing is left on the disk then.
+pub fn new_folder<E: From<Error>>(
+    folder: &Path,
+    stop: Option<&AtomicBool>,
+    write: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<(), E> {
+    check_absent(folder)?;
     let parent = match folder.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
@@ -72,13 +100,59 @@ pub fn save_quantized(
     #[cfg(unix)]
     unfinished.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
     let unfinished = unfinished.tempdir_in(parent).map_err(failed(folder))?;
-    let write = |path: &Path| write_plan(path, &plan, dtype, options, &weights);
-    write_folder(unfinished.path(), model, tokenizer, &config, options.cache, write)?;
-    options.check_stop()?;
+    write(unfinished.path())?;
+    if stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+        return Err(Error::Interrupted.into());
+    }
     fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
     // The renamed folder must not be removed.
     let _ = unfinished.keep();
     Ok(())
+}
+
+/// The tensors of a checkpoint, some of them to be quantized.
+pub struct QuantizedExports<'a> {
+    plan: Vec<Planned>,
+    options: QuantizeOptions<'a>,
+    dtype: DType,
+}
+
+impl<'a> QuantizedExports<'a> {
+    /// Plans the format of each matrix by its role. Other tensors are written as `dtype`; messages
+    /// name the file `path`.
+    ///
+    /// # Errors
+    /// Fails for rows that are not whole groups, and for a format that cannot be written.
+    pub fn new(
+        exports: Exports,
+        roles: &Roles,
+        options: QuantizeOptions<'a>,
+        dtype: DType,
+        path: &Path,
+    ) -> Result<Self> {
+        let plan = plan(exports.into_tensors(), roles, options, path)?;
+        Ok(Self { plan, options, dtype })
+    }
+
+    /// Returns `quantization_config` of `config.json`.
+    pub fn config(&self) -> Value {
+        quantization_config(&self.plan, self.options.quantize)
+    }
+
+    /// Writes the tensors to a temporary file beside `at`. The caller moves it to `at`.
+    ///
+    /// # Errors
+    /// Fails for weights that are not finite, a file that cannot be written, and with
+    /// [`Error::Interrupted`]; messages name the file `path`.
+    pub fn write(&self, at: &Path, path: &Path) -> Result<NamedTempFile> {
+        write_plan(at, &self.plan, self.dtype, self.options, path)
+    }
+}
+
+impl core::fmt::Debug for QuantizedExports<'_> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("QuantizedExports").field("options", &self.options).finish_non_exhaustive()
+    }
 }
 
 /// A tensor of floats, or matrices that are quantized to one format.

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use kv_cubecl::Frames;
+use kv_cubecl::{CacheShape, FrameConfig, Frames};
+use kv_eval::world::LayerCaches;
 use kv_world::Input;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +31,10 @@ pub struct WorldConfig {
     pub local_window: Frames,
     /// Frames of a training sequence, and newest frames that global layers see in play.
     pub frames: usize,
+    /// The caches of the layers. A frame sees the frames before it as they store them, in training
+    /// and in validation.
+    #[serde(default)]
+    pub cache: LayerCaches,
     /// Sequences of an optimizer step.
     pub batch: usize,
     /// Consecutive sequences in an episode.
@@ -69,6 +74,7 @@ impl Default for WorldConfig {
             local_idx: 2,
             local_window: Frames(4),
             frames: 12,
+            cache: LayerCaches::default(),
             batch: 8,
             segments: 16,
             steps: 3000,
@@ -140,7 +146,15 @@ impl WorldConfig {
         if !(self.clip_norm > 0.0 && self.clip_norm.is_finite()) {
             return Err(Error::setting("clip-norm", self.clip_norm, "must be finite and above 0"));
         }
-        Ok(self.model().check(Path::new("model"))?)
+        let model = self.model();
+        model.check(Path::new("model"))?;
+        let shape = CacheShape::new(1, model.n_heads, model.head_dim());
+        for (i, format) in self.cache.formats(self.layers)?.into_iter().enumerate() {
+            let window = model.window(i, Frames(self.frames as u64));
+            let ring = FrameConfig::new(format, model.tokens_per_frame(), window);
+            ring.validate(shape)?;
+        }
+        Ok(())
     }
 
     /// The model's configuration.

@@ -1,7 +1,7 @@
 //! Noisy frames, frames that the model generates itself, and the loss of both.
 
 use burn::tensor::{Tensor, TensorData};
-use kv_cubecl::KvCacheConfig;
+use kv_cubecl::{FakeQuantOptions, KvCacheConfig};
 use kv_world_model::{Controls, GameRft, Noised};
 use rand::{RngExt, rngs::Xoshiro256PlusPlus};
 
@@ -59,6 +59,7 @@ pub(super) struct Generated {
 /// it sees only its own frames.
 pub(super) fn generated_frames(
     model: &GameRft,
+    formats: &[KvCacheConfig],
     noisy: &Noisy,
     frames: usize,
     rng: &mut Xoshiro256PlusPlus,
@@ -77,7 +78,7 @@ pub(super) fn generated_frames(
         let t = Tensor::from_data(TensorData::new(t, [1, made.len()]), &x.device());
         let x = x * keep.clone() + noise.clone() * mask.clone();
         let input = Noised { x: x.clone(), t, controls: controls.clone() };
-        let velocity = model.forward(input, KvCacheConfig::float())?;
+        let velocity = model.forward_with(input, formats, FakeQuantOptions::default())?;
         Ok(x - velocity * mask * (1.0 - CONTEXT))
     };
     let (context, _) = noised(noisy, &vec![CONTEXT; frames]);

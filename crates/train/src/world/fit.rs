@@ -8,9 +8,9 @@ use burn_optim::{
     GradientsAccumulator, GradientsParams, ModuleOptimizer,
     lr_scheduler::module_lr_scheduler::ModuleLrScheduler,
 };
-use kv_cubecl::{Frames, KvCacheConfig};
+use kv_cubecl::{FakeQuantOptions, Frames, KvCacheConfig};
 use kv_eval::world::{RolloutPlan, Truth, World, psnr, roll_out};
-use kv_world_model::{GameRft, Noised};
+use kv_world_model::{GameRft, Noised, Rings};
 use rayon::prelude::*;
 
 use super::{
@@ -29,6 +29,8 @@ use crate::{
 /// The state of a run in progress.
 pub(super) struct TrainState<'a> {
     pub(super) config: &'a WorldConfig,
+    /// The cache of each layer.
+    pub(super) formats: Vec<KvCacheConfig>,
     pub(super) world: World,
     pub(super) optimizer: ModuleOptimizer,
     pub(super) schedule: ModuleLrScheduler,
@@ -89,8 +91,8 @@ impl TrainState<'_> {
 
     fn step(&mut self, step: usize, sequences: &[Sequence]) -> Result<WorldStep> {
         let start = Instant::now();
-        let (config, world, device) = (self.config, &self.world, &self.device);
-        let context = StepContext { config, world, device, step };
+        let Self { config, formats, world, device, .. } = &*self;
+        let context = StepContext { config, formats, world, device, step };
         let one = |model: &GameRft, i: usize| context.gradients(model, i, &sequences[i]);
         // A fork has its own autodiff graph, so backward passes can run in parallel.
         let fork = |model: &mut GameRft, i| one(&model.clone().fork(device), i);
@@ -121,11 +123,10 @@ impl TrainState<'_> {
     fn validate(&self, step: usize, truth: &Truth) -> Result<WorldValid> {
         let mut world = self.world.clone();
         world.model = world.model.valid();
-        let formats = vec![KvCacheConfig::float(); self.config.layers];
         let ring = Frames(self.config.frames as u64);
-        let plan = RolloutPlan { context: CONTEXT_FRAMES, ring, sinks: Frames(0), seed: 0 };
+        let plan = RolloutPlan { context: CONTEXT_FRAMES, rings: Rings::new(ring), seed: 0 };
         let device = self.device.clone().without_autodiff();
-        let shown = roll_out(&world, truth, &plan, &formats, &device, || ())?.frames;
+        let shown = roll_out(&world, truth, &plan, &self.formats, &device, |_| ())?.frames;
         let last = &truth.frames[CONTEXT_FRAMES - 1];
         let mean = |of: &dyn Fn(usize, usize) -> f64| {
             let (frames, seeds) = (shown.len(), last.len());
@@ -170,6 +171,7 @@ impl TrainState<'_> {
 /// The inputs of a step's gradients, except the model.
 struct StepContext<'a> {
     config: &'a WorldConfig,
+    formats: &'a [KvCacheConfig],
     world: &'a World,
     device: &'a Device,
     /// Optimizer steps made before this one.
@@ -188,14 +190,15 @@ impl StepContext<'_> {
         let noisy = Noisy::new(self.world, sequence, &mut rng, self.device)?;
         let frames = self.config.frames;
         let two_step = self.step >= self.config.steps - self.config.two_step;
-        let found = |input| model.forward(input, KvCacheConfig::float());
+        let found = |input| model.forward_with(input, self.formats, FakeQuantOptions::default());
         let loss = match two_step {
             false => {
                 let (input, wanted) = noised(&noisy, &random_levels(frames, &mut rng));
                 (found(input)? - wanted).square().mean()
             }
             true => {
-                let own = generated_frames(&model.clone().valid(), &noisy, frames, &mut rng)?;
+                let plain = model.clone().valid();
+                let own = generated_frames(&plain, self.formats, &noisy, frames, &mut rng)?;
                 let from_noise = random_mask(frames, 3, &mut rng);
                 let levels = from_noise.iter().map(|&noise| if noise { 1.0 } else { CONTEXT });
                 let (input, wanted) = noised(&noisy, &levels.collect::<Vec<_>>());

@@ -153,6 +153,7 @@ pub fn train_world<T: Target>(
         schedule: schedule(config.schedule, config.steps)?,
         world: World::new(model, codec, config.maze)?,
         config,
+        formats: config.cache.formats(config.layers)?,
         device: autodiff,
         recorder,
     };

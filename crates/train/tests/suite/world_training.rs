@@ -197,10 +197,43 @@ fn invalid_settings_are_reported() {
         let error = fails(config);
         assert!(error.contains(wanted), "{error}");
     }
+    let error = fails(WorldConfig { cache: "k4v4-r64".parse().unwrap(), ..small(3) });
+    assert!(error.contains("residual_length 64: must be at most the "), "{error}");
+    let error = fails(WorldConfig { cache: "kint8vint8@3".parse().unwrap(), ..small(3) });
+    assert!(error.contains("cache kint8vint8@3: selects more than the model's 2"), "{error}");
     WorldConfig { two_step: 3, ..small(3) }.validate().unwrap();
     fs::write(folder.path().join("history.jsonl"), "").unwrap();
     let error = train_world(&device(), &small(3), WorldRun::new(folder.path())).unwrap_err();
     assert!(error.to_string().contains("already holds a run (history.jsonl)"), "{error}");
+}
+
+/// Training and validation see frames as the cache stores them, in both phases: losses and PSNRs
+/// differ from the float cache's, but not where the cache stores floats.
+#[test]
+fn a_run_trains_for_its_cache() {
+    let _alone = alone();
+    let cached = |name: &str, two_step: usize| {
+        let config = WorldConfig { cache: name.parse().unwrap(), two_step, ..small(3) };
+        let folder = tempfile::tempdir().unwrap();
+        let run = WorldRun::new(folder.path());
+        let (_, history) = train_world(&device(), &config, run).unwrap();
+        let saved = kv_train::world_config(folder.path()).unwrap().unwrap();
+        assert_eq!(saved, config);
+        numbers(&history)
+    };
+    for two_step in [0, 3] {
+        let (float, valid) = cached("float", two_step);
+        assert_eq!((float.clone(), valid.clone()), cached("float@1", two_step));
+        for name in ["k2v16-g16-r16", "k16v2-g16-r16@v1", "kint8fvint8f"] {
+            let (losses, shown) = cached(name, two_step);
+            for (i, (loss, float)) in losses.iter().zip(&float).enumerate() {
+                // Quantization changes the prediction a little.
+                assert_ne!(loss, float, "{name}: step {i}");
+                assert!((loss / float - 1.0).abs() < 0.1, "{name}: {loss} for {float}");
+            }
+            assert_ne!(shown[0][0], valid[0][0], "{name}");
+        }
+    }
 }
 
 #[test]

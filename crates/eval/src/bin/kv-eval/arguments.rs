@@ -2,9 +2,9 @@
 
 use std::{path::PathBuf, str::FromStr};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use kv_cli::NamedFiles;
-use kv_cubecl::{KvCacheConfig, KvFormat};
+use kv_cubecl::{KvCacheConfig, KvFormat, RunningScale, Side, Sides};
 use kv_models::{ModelCacheConfig, Tokenizer};
 
 use crate::common::{BosArgs, note_short_text, read_ids};
@@ -79,6 +79,54 @@ pub(crate) fn layer_caches(caches: &[NamedCache]) -> Vec<KvCacheConfig> {
     all
 }
 
+/// Rules for the running scales of frames.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RunningArgs {
+    /// Rule for the running scales of formats that take their scales from frames (int8f, int8p): a
+    /// list of momentum, warm-up (in frames), growth, floor, ceiling and percentile, such as
+    /// momentum=0.95,warm-up=8 [default:
+    /// momentum=0.9,warm-up=4,growth=2,floor=0.001,percentile=99.5].
+    #[arg(long, value_name = "SETTINGS")]
+    running: Option<RunningScale>,
+    /// The rule for keys alone.
+    #[arg(long, value_name = "SETTINGS")]
+    key_running: Option<RunningScale>,
+    /// The rule for values alone.
+    #[arg(long, value_name = "SETTINGS")]
+    value_running: Option<RunningScale>,
+}
+
+impl RunningArgs {
+    /// Returns the rule of each side.
+    pub(crate) fn rules(&self) -> Sides<RunningScale> {
+        let both = self.running.unwrap_or_default();
+        Sides { keys: self.key_running.unwrap_or(both), values: self.value_running.unwrap_or(both) }
+    }
+
+    /// Refuses a rule that none of `caches` uses.
+    pub(crate) fn check(&self, caches: &[KvCacheConfig]) -> Result<()> {
+        let [keys, values] = Side::BOTH.map(|side| has_frame_scales(caches, side));
+        if let (Some(_), Some(_), Some(_)) = (self.running, self.key_running, self.value_running) {
+            bail!("running: both sides have a rule of their own; leave it out");
+        }
+        for (name, given, used, what) in [
+            ("running", self.running, keys || values, "scales"),
+            ("key-running", self.key_running, keys, "scales of keys"),
+            ("value-running", self.value_running, values, "scales of values"),
+        ] {
+            if given.is_some() && !used {
+                bail!("{name}: no cache takes {what} from frames; add --cache kint8fvint8f");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether a cache takes the scales of a side from frames.
+pub(crate) fn has_frame_scales(caches: &[KvCacheConfig], side: Side) -> bool {
+    caches.iter().any(|cache| KvFormat::FRAME_ONLY.contains(&cache.format(side)))
+}
+
 pub(crate) fn configs<T: Clone>(caches: &[Named<T>]) -> Vec<T> {
     caches.iter().map(|named| named.value.clone()).collect()
 }
@@ -96,5 +144,7 @@ pub(crate) fn with_float(caches: &[NamedCache]) -> Vec<ModelCacheConfig> {
 
 /// Adds the files that policies of `caches` are read from.
 pub(crate) fn policies<'a, T>(files: NamedFiles<'a>, caches: &'a [Named<T>]) -> NamedFiles<'a> {
-    caches.iter().fold(files, |files, named| files.reads("cache", &named.name))
+    // A world model's cache may name layers after its file.
+    let file = |name: &'a str| name.split_once('@').map_or(name, |(file, _)| file);
+    caches.iter().fold(files, |files, named| files.reads("cache", file(&named.name)))
 }

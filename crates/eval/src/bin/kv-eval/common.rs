@@ -79,12 +79,12 @@ pub(crate) enum Weights {
     /// Packed, with activations rounded to 8 bits in groups of 32 as in llama.cpp: the fastest for
     /// prompts; exact on WGPU and CUDA.
     PackedInt8,
-    /// Restored to the type of --dtype when the model is loaded.
+    /// Restored to floats when the model is loaded.
     Restored,
 }
 
 impl Weights {
-    fn activations(self) -> Option<Activations> {
+    pub(crate) fn activations(self) -> Option<Activations> {
         match self {
             Self::Packed => Some(Activations::Int16),
             Self::PackedExact => Some(Activations::Exact),

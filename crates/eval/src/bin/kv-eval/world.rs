@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use kv_cli::{
     Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, note, open_folder,
 };
-use kv_cubecl::{Frames, On, Target};
+use kv_cubecl::{Frames, On, Side, Target};
 use kv_eval::{
     device_name,
     world::{
@@ -20,18 +20,19 @@ use kv_eval::{
     },
 };
 use kv_eval_models::WORLD;
+use kv_models::LoadOptions;
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
 };
 use kv_world::{Frame, Picture};
-use kv_world_model::Config;
+use kv_world_model::{Config, Rings, WorldCache};
 use serde::Serialize;
 
 use crate::{
-    arguments::{Named, configs, policies},
+    arguments::{Named, RunningArgs, configs, has_frame_scales, policies},
     built_in,
-    common::check_memory,
+    common::{Weights, check_memory},
     json::{JsonArgs, write_json},
 };
 
@@ -43,8 +44,16 @@ pub(crate) struct Args {
     /// The world model's folder [default: the built-in model world].
     #[arg(long, short, value_name = "FOLDER")]
     model: Option<PathBuf>,
+    /// Representation of quantized, f16 and bf16 weights in memory.
+    #[arg(long, value_enum, default_value = "restored")]
+    weights: Weights,
+    /// Folder of a model whose frames with a float cache the others are compared with, such as this
+    /// model before its weights were quantized [default: this model].
+    #[arg(long, value_name = "FOLDER")]
+    reference: Option<PathBuf>,
     /// Cache format to compare with float: a short name such as k4v4 or kint8vint8, or a policy
-    /// file (.json or .toml); repeatable. The suffix @2 applies it to the last two layers alone.
+    /// file (.json or .toml); repeatable. The suffix @2 applies it to the last two layers alone,
+    /// @k2 to the keys of the last two and all values, @k2v4 to keys of two and values of four.
     #[arg(long = "cache", default_values = [
         "float-f16", "k16vint8", "kint8v16", "kint8vint8", "kint8fvint8f", "kint8pvint8p",
         "ke4m3ve4m3", "kint8vint8@2",
@@ -69,12 +78,26 @@ pub(crate) struct Args {
     /// Number of first frames that stay in the rings.
     #[arg(long, default_value_t = 0)]
     sinks: u64,
+    #[command(flatten)]
+    running: RunningArgs,
+    /// Write the scales that layers take from frames, and the share of numbers that saturate, into
+    /// this file: a line of JSON for each cache and every SCALES_EVERY-th frame. It is written when
+    /// all games have been played.
+    #[arg(long, value_name = "FILE")]
+    scales: Option<PathBuf>,
+    /// Frames from one line of --scales to the next.
+    #[arg(long, default_value_t = 10, requires = "scales")]
+    scales_every: u64,
     /// Seed of the initial noise of frames.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Backend to run on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
+    /// Fail if a frame's mean PSNR is more than this many decibels below the float cache's, or the
+    /// reference's. Results are written first.
+    #[arg(long, value_name = "DB")]
+    max_drop: Option<f64>,
     /// Write psnr.svg, twin.svg and sheet.png into this folder.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
@@ -107,12 +130,48 @@ const ZOOM: usize = 2;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let files = NamedFiles::default();
     let files = args.model.iter().fold(files, |files, model| files.reads_model("model", model));
-    policies(files, &args.caches).writes("json", args.json.path()).check()?;
+    let files =
+        args.reference.iter().fold(files, |files, model| files.reads_model("reference", model));
+    policies(files, &args.caches)
+        .writes("json", args.json.path())
+        .writes("scales", args.scales.as_deref())
+        .check()?;
     exit_on_interrupt()?;
+    args.check_gate()?;
     dispatch!(args.backend, Plain, play(args))
 }
 
 impl Args {
+    /// Checks that the gate has a valid limit, and a cache to compare.
+    fn check_gate(&self) -> Result<()> {
+        let Some(most) = self.max_drop else { return Ok(()) };
+        if !(most >= 0.0 && most.is_finite()) {
+            bail!("max-drop {most}: must be finite and at least 0");
+        }
+        let floats = self.caches.iter().all(|cache| cache.value == LayerCaches::default());
+        if floats && self.reference.is_none() {
+            bail!(
+                "max-drop {most}: compares caches with the float one; add another --cache or \
+                 --reference"
+            );
+        }
+        Ok(())
+    }
+
+    /// Fails if a cache is worse than the gate allows.
+    fn gate(&self, points: &[WorldPoint]) -> Result<()> {
+        let Some(most) = self.max_drop else { return Ok(()) };
+        let first = &points[0];
+        let drops = points.iter().map(|point| (point.worst_drop(first), &point.cache));
+        match drops.max_by(|(a, _), (b, _)| a.total_cmp(b)) {
+            Some((drop, cache)) if drop > most => bail!(
+                "max-drop {most}: a frame with {cache} is {drop:.2} dB below the one with {}",
+                first.cache
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Plans the rollout of a model. Prints a note if the model cannot see the whole ring.
     fn plan(&self, model: &Config) -> RolloutPlan {
         let trained = model.global_window.unwrap_or(Frames(model.n_frames as u64));
@@ -121,7 +180,9 @@ impl Args {
             note(format_args!("ring {}: the model sees at most {most}, so these are kept", ring.0));
             ring = most;
         }
-        RolloutPlan { context: self.context, ring, sinks: Frames(self.sinks), seed: self.seed }
+        let rings = Rings::new(ring).with_sinks(Frames(self.sinks));
+        let rings = rings.with_running(self.running.rules());
+        RolloutPlan { context: self.context, rings, seed: self.seed }
     }
 
     fn describe(&self, model: &Config, ring: Frames, target: &str) -> String {
@@ -140,9 +201,12 @@ impl Args {
     /// Returns the number of true frames per game, and the seeds of the games.
     fn games(&self) -> Result<(usize, Range<u64>)> {
         let Self { frames, seeds, first_seed, context, .. } = *self;
-        for (field, value) in
-            [("frames", frames as u64), ("seeds", seeds), ("context", context as u64)]
-        {
+        for (field, value) in [
+            ("frames", frames as u64),
+            ("seeds", seeds),
+            ("context", context as u64),
+            ("scales-every", self.scales_every),
+        ] {
             if value == 0 {
                 bail!("{field} 0: must be at least 1");
             }
@@ -172,22 +236,39 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         open_folder("out", folder)?;
     }
     let (screen, json) = args.json.open()?;
+    let scales = args.scales.as_deref().map(|path| OutFile::open("scales", path)).transpose()?;
     let device = On::<T>::open()?;
-    let load = |path: &Path| Ok(World::load(path, &device)?);
+    let options = LoadOptions::default().with_packed(args.weights.activations());
+    let load = |path: &Path| Ok(World::load_with(path, &device, options)?);
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
+    let reference = args.reference.as_deref().map(|path| World::load(path, &device)).transpose()?;
     let config = world.model.config();
+    if let (Some(path), Some(reference)) = (&args.reference, &reference)
+        && (reference.maze_seed != world.maze_seed || reference.model.config() != config)
+    {
+        bail!("reference {}: must have the shape and the maze of the model", path.display());
+    }
     let plan = args.plan(config);
-    let RolloutPlan { ring, sinks, .. } = plan;
+    let rings = plan.rings;
     let caches = configs(&args.caches);
+    let of_layers: Vec<_> = caches.iter().flat_map(|cache| cache.cache.candidates()).collect();
+    args.running.check(&of_layers)?;
+    let followed = Side::BOTH.into_iter().any(|side| has_frame_scales(&of_layers, side));
+    if let (Some(path), false) = (&args.scales, followed) {
+        bail!(
+            "scales {}: no cache takes scales from frames; add --cache kint8fvint8f",
+            path.display()
+        );
+    }
     let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
         // A cache that is not supported is an error before the true frames are rendered, which
         // takes long.
-        world.model.new_cache_with(&cache.formats(config.n_layers)?, ring, sinks, 1, &device)?;
+        world.model.new_cache_with(&cache.formats(config.n_layers)?, rings, 1, &device)?;
     }
     let truth = Truth::new(world.maze(), seeds, frames);
-    screen.line(args.describe(config, ring, T::NAME))?;
+    screen.line(args.describe(config, rings.frames, T::NAME))?;
     let mut points: Vec<WorldPoint> = vec![];
     let mut rows = vec![sheet_row(&truth.frames[args.context..])];
     let mut started = Instant::now();
@@ -200,7 +281,24 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         points.push(point);
         Ok(())
     };
-    compare(&device, &world, &truth, &plan, &caches, on_point, || ())?;
+    let mut log = String::new();
+    let on_frame = |cache: &str, rings: &WorldCache| {
+        let Frames(frame) = rings.written();
+        if scales.is_some() && frame.is_multiple_of(args.scales_every) {
+            let layers = LayerScales::of(rings);
+            if !layers.is_empty() {
+                let line = serde_json::json!({ "cache": cache, "frame": frame, "layers": layers });
+                log += &format!(
+                    "{line}
+"
+                );
+            }
+        }
+    };
+    compare(&device, (&world, reference.as_ref()), &truth, &plan, &caches, on_point, on_frame)?;
+    if let Some(scales) = scales {
+        scales.write(log.as_bytes())?;
+    }
     print_points(screen, &points, &truth, args.context)?;
     if let Some(folder) = &args.out {
         write_pictures(folder, &points, &rows)?;
@@ -216,7 +314,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         };
         write_json(json, &output)?;
     }
-    Ok(())
+    args.gate(&points)
 }
 
 fn print_points(
@@ -264,7 +362,7 @@ fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> 
     let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
     truth.write_svg(folder.join("psnr.svg"))?;
     if points.len() > 1 {
-        let twin = by_frame("Against the float cache", |point| &point.twin_psnr, 1);
+        let twin = by_frame(&format!("Against {}", points[0].cache), |point| &point.twin_psnr, 1);
         twin.write_svg(folder.join("twin.svg"))?;
     }
     let sheet = Picture::grid(rows, ZOOM)?.png()?;
@@ -280,15 +378,17 @@ fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
 }
 
 fn scales(point: &WorldPoint) -> Table {
-    let mut table = Table::new(["layer", "side", "min", "mean", "max", "changed by"]);
-    for &LayerScales { layer, side, min, mean, max, change } in &point.scales {
+    let mut table = Table::new(["layer", "side", "min", "mean", "max", "changed by", "saturated"]);
+    for LayerScales { layer, side, min, mean, max, change, saturated } in &point.scales {
+        let most = saturated.iter().copied().fold(0.0, f32::max);
         table.push([
             layer.to_string(),
-            side.into(),
+            (*side).into(),
             format!("{min:.3e}"),
             format!("{mean:.3e}"),
             format!("{max:.3e}"),
             format!("{:.2}%", 100.0 * change),
+            format!("{:.2}%", 100.0 * most),
         ]);
     }
     table
@@ -309,6 +409,7 @@ fn table(points: &[WorldPoint]) -> Table {
         "saved",
         "ms",
         "attention",
+        "store",
         "projections",
         "decoder",
     ]);
@@ -328,6 +429,7 @@ fn table(points: &[WorldPoint]) -> Table {
             format!("{:.2}", points[0].bytes as f64 / point.bytes as f64),
             milliseconds(point.model_seconds),
             milliseconds(point.attention_seconds),
+            milliseconds(point.store_seconds),
             milliseconds(point.projection_seconds()),
             milliseconds(point.decoder_seconds),
         ]);

@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
+use burn::module::Module;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kv_cli::{Backend, ModelSource, Plain, Screen, dispatch};
+use kv_eval::world::World;
 use kv_models::{
     Error, LoadOptions, Loaded, QuantizeOptions, WeightDtype,
     kv_cubecl::{On, Target},
@@ -39,13 +41,14 @@ pub(crate) struct Args {
     /// Format of the MLPs.
     #[arg(long, value_enum)]
     mlp: Option<Kind>,
-    /// Format of the token embedding and the head.
+    /// Format of the token embedding and the head, or of a world model's input and output.
     #[arg(long, value_enum)]
     embedding: Option<Kind>,
     /// Write a folder that other software loads: symmetric integers, and the embedding in float.
     #[arg(long = "for", value_enum)]
     reader: Option<Reader>,
-    /// Type of everything that stays in float; auto keeps the model's type.
+    /// Type of everything that stays in float; auto keeps a language model's type, and is f16 for a
+    /// world model.
     #[arg(long, value_parser = dtypes(), default_value = "auto")]
     dtype: WeightDtype,
     /// Backend on which matrices are restored.
@@ -166,10 +169,37 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Outcome> {
         .with_dtype(args.dtype)
         .with_quantize(Quantize::default().with_range(args.range.into()).with_symmetric(symmetric))
         .with_stop(&stop.asked);
-    let ended = dispatch!(args.backend, Plain, run_on(args, options, stop))?;
     let integers = kinds.iter().any(|kind| matches!(kind, Kind::Int4 | Kind::Int8));
-    let foreign = kinds.contains(&Kind::Mxfp4) || kinds[2] != Kind::Float;
-    if ended == Outcome::Finished && (foreign || integers && !symmetric) {
+    let foreign = kinds.contains(&Kind::Mxfp4) || kinds[2] != Kind::Float || integers && !symmetric;
+    dispatch!(args.backend, Plain, run_on(args, options, foreign, stop))
+}
+
+/// Writes the model. `foreign` is whether only this project reads the folder of a language model.
+fn run_on<T: Target>(
+    args: &Args,
+    quantize: QuantizeOptions<'_>,
+    foreign: bool,
+    stop: &Stop,
+) -> Result<Outcome> {
+    let path = args.model.find()?;
+    let device = On::<T>::open()?;
+    if World::is_in(&path) {
+        ensure!(args.reader.is_none(), "for transformers: it has no world models; leave out --for");
+        let world = World::load(&path, &device)?;
+        stop.begin_file();
+        let saved = world.save_quantized(&args.out, quantize);
+        return finish(args, world.model.num_params(), saved);
+    }
+    // Weights stay packed if the device supports it, and are restored one matrix at a time.
+    let packed = check_device("", &device).is_ok().then_some(Activations::Exact);
+    let options = LoadOptions::default().with_dtype(WeightDtype::Auto).with_packed(packed);
+    let Loaded { model, tokenizer, cache, notes, .. } = load_with(&path, &device, options)?;
+    kv_cli::notes(&notes);
+    let options = quantize.with_cache(cache.as_ref());
+    stop.begin_file();
+    let saved = save_quantized(&args.out, &model, &tokenizer?, options);
+    let ended = finish(args, model.n_weights(), saved.map_err(Into::into))?;
+    if ended == Outcome::Finished && foreign {
         kv_cli::note(
             "the transformers library does not load this folder: it needs symmetric integers and \
              embeddings in float; use --for transformers",
@@ -178,18 +208,10 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<Outcome> {
     Ok(ended)
 }
 
-fn run_on<T: Target>(args: &Args, quantize: QuantizeOptions<'_>, stop: &Stop) -> Result<Outcome> {
-    let path = args.model.find()?;
-    let device = On::<T>::open()?;
-    // Weights stay packed if the device supports it, and are restored one matrix at a time.
-    let packed = check_device("", &device).is_ok().then_some(Activations::Exact);
-    let options = LoadOptions::default().with_dtype(WeightDtype::Auto).with_packed(packed);
-    let Loaded { model, tokenizer, cache, notes, .. } = load_with(&path, &device, options)?;
-    kv_cli::notes(&notes);
-    let options = quantize.with_cache(cache.as_ref());
-    stop.begin_file();
-    match save_quantized(&args.out, &model, &tokenizer?, options) {
-        Err(Error::Interrupted) => {
+/// Prints the size of the written weights.
+fn finish(args: &Args, n_weights: usize, saved: kv_eval::Result<()>) -> Result<Outcome> {
+    match saved {
+        Err(kv_eval::Error::Model(Error::Interrupted)) => {
             Screen::Out.line(Error::Interrupted)?;
             return Ok(Outcome::Stopped);
         }
@@ -197,10 +219,9 @@ fn run_on<T: Target>(args: &Args, quantize: QuantizeOptions<'_>, stop: &Stop) ->
     }
     let bytes = std::fs::metadata(args.out.join("model.safetensors"))?.len();
     Screen::Out.line(format_args!(
-        "{} weights in {:.1} MB, {:.2} bits per weight, in {}",
-        model.n_weights(),
+        "{n_weights} weights in {:.1} MB, {:.2} bits per weight, in {}",
         bytes as f64 / 1e6,
-        8.0 * bytes as f64 / model.n_weights() as f64,
+        8.0 * bytes as f64 / n_weights as f64,
         args.out.display()
     ))?;
     Ok(Outcome::Finished)

@@ -9,6 +9,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use kv_cli::{Backend, MemorySize, Plain, Screen, dispatch};
+use kv_eval::world::LayerCaches;
 use kv_models::{
     WeightDtype,
     kv_cubecl::{Autodiff, Frames, On, Target},
@@ -68,6 +69,11 @@ pub(crate) struct Args {
     /// Frames per sequence.
     #[arg(long, default_value_t = WorldConfig::default().frames)]
     frames: usize,
+    /// Cache to train for: a short name such as kint8vint8, or a policy file (.json or .toml). A
+    /// frame then sees the frames before it as the cache stores them. The suffix @2 applies it to
+    /// the last two layers alone, @k2 only the keys to the last two.
+    #[arg(long, default_value_t = WorldConfig::default().cache)]
+    cache: LayerCaches,
     /// Sequences per optimizer step.
     #[arg(long, default_value_t = WorldConfig::default().batch)]
     batch: usize,
@@ -131,6 +137,7 @@ pub(crate) fn start(args: &Args, stop: &Stop) -> Result<Outcome> {
         local_idx: args.local_idx,
         local_window: Frames(args.local_window),
         frames: args.frames,
+        cache: args.cache.clone(),
         batch: args.batch,
         steps: args.steps,
         two_step: args.two_step,

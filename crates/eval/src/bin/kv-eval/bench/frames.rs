@@ -7,7 +7,7 @@ use kv_report::Table;
 
 use super::output::{Common, Sinks, check_memory, us};
 use crate::{
-    arguments::{NamedCache, layer_caches},
+    arguments::{NamedCache, RunningArgs, layer_caches},
     profile::Profile,
 };
 
@@ -28,6 +28,8 @@ pub(crate) struct FramesArgs {
     /// Frames of the ring. The default shape is that of the world model owl-wms.
     #[arg(long, default_value_t = 60)]
     frames: u64,
+    #[command(flatten)]
+    running: RunningArgs,
     /// Tokens of a frame.
     #[arg(long, default_value_t = 64)]
     tokens_per_frame: usize,
@@ -52,9 +54,11 @@ pub(super) fn frames<T: Target>(args: &FramesArgs, profile: &mut Profile) -> Res
         head_dim,
         tokens_per_frame,
         window: Frames(frames),
+        running: args.running.rules(),
         samples: args.common.samples,
     };
     let caches = layer_caches(&args.caches);
+    args.running.check(&caches)?;
     check_memory(plan.bytes(&caches)?, &device)?;
     let sinks = Sinks::open(&args.common.json, None)?;
     let what = format!(
