@@ -208,12 +208,13 @@ fn invalid_settings_are_reported() {
 }
 
 /// Training and validation see frames as the cache stores them, in both phases: losses and PSNRs
-/// differ from the float cache's, but not where the cache stores floats.
+/// differ from the float cache's, but not where the cache stores floats. New models have gates of
+/// 0, so attention has an effect only after some steps.
 #[test]
 fn a_run_trains_for_its_cache() {
     let _alone = alone();
     let cached = |name: &str, two_step: usize| {
-        let config = WorldConfig { cache: name.parse().unwrap(), two_step, ..small(3) };
+        let config = WorldConfig { cache: name.parse().unwrap(), two_step, ..small(8) };
         let folder = tempfile::tempdir().unwrap();
         let run = WorldRun::new(folder.path());
         let (_, history) = train_world(&device(), &config, run).unwrap();
@@ -221,17 +222,15 @@ fn a_run_trains_for_its_cache() {
         assert_eq!(saved, config);
         numbers(&history)
     };
-    for two_step in [0, 3] {
+    for two_step in [0, 8] {
         let (float, valid) = cached("float", two_step);
         assert_eq!((float.clone(), valid.clone()), cached("float@1", two_step));
-        for name in ["k2v16-g16-r16", "k16v2-g16-r16@v1", "kint8fvint8f"] {
+        for name in ["k2v16-g16-r16", "k16ve5m2@v1", "kint8fvint8f"] {
             let (losses, shown) = cached(name, two_step);
-            for (i, (loss, float)) in losses.iter().zip(&float).enumerate() {
-                // Quantization changes the prediction a little.
-                assert_ne!(loss, float, "{name}: step {i}");
-                assert!((loss / float - 1.0).abs() < 0.1, "{name}: {loss} for {float}");
-            }
-            assert_ne!(shown[0][0], valid[0][0], "{name}");
+            // Quantization changes the prediction a little.
+            assert_ne!(losses[7], float[7], "{name}");
+            assert!((losses[7] / float[7] - 1.0).abs() < 0.1, "{name}: {losses:?} for {float:?}");
+            assert_ne!(shown[1][0], valid[1][0], "{name}");
         }
     }
 }
