@@ -16,11 +16,13 @@ use serde_json::{Map, Value, json};
 use tempfile::NamedTempFile;
 
 pub(crate) mod file;
+mod folder;
 mod options;
 mod packed;
 
+pub use folder::{check_absent, new_folder};
 pub use options::QuantizeOptions;
-pub use packed::{QuantizedExports, check_absent, new_folder, save_quantized};
+pub use packed::{QuantizedExports, save_quantized};
 
 pub use crate::files::staged;
 

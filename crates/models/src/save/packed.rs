@@ -1,11 +1,6 @@
 //! Saves quantized models: matrices as codes and scales, in a Hugging Face folder.
 
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    path::Path,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::{collections::BTreeMap, path::Path};
 
 use burn::tensor::DType;
 use kv_weights::{PackedLayout, Quantize, WeightFormat};
@@ -16,6 +11,7 @@ use tempfile::NamedTempFile;
 use super::{
     SaveOptions, configured,
     file::{TensorFile, TensorId},
+    folder::{check_absent, new_folder},
     options::QuantizeOptions,
     rounded, write_folder,
 };
@@ -26,7 +22,6 @@ use crate::{
     decoder::Roles,
     error::{Error, Result},
     exports::{Export, Exports, RowOrder, Values},
-    files::failed,
     model::LanguageModel,
     mxfp4::{self, BLOCK},
     nn::Matrix,
@@ -66,48 +61,6 @@ pub fn save_quantized(
         let write = |path: &Path| quantized.write(path, &weights);
         write_folder(folder, model, tokenizer, &config, options.cache, write)
     })
-}
-
-/// Checks that no file or folder has this name.
-///
-/// # Errors
-/// Fails for one that exists.
-pub fn check_absent(folder: &Path) -> Result<()> {
-    match fs::symlink_metadata(folder).is_ok() {
-        true => Err(failed(folder)(io::Error::new(io::ErrorKind::AlreadyExists, "exists already"))),
-        false => Ok(()),
-    }
-}
-
-/// Writes a new folder. `write` gets an empty one, which is renamed when it is complete.
-///
-/// # Errors
-/// Fails for a folder that exists or cannot be written, as `write` does, and with
-/// [`Error::Interrupted`] if `stop` is true then. Nothing is left on the disk then.
-pub fn new_folder<E: From<Error>>(
-    folder: &Path,
-    stop: Option<&AtomicBool>,
-    write: impl FnOnce(&Path) -> Result<(), E>,
-) -> Result<(), E> {
-    check_absent(folder)?;
-    let parent = match folder.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    fs::create_dir_all(parent).map_err(failed(parent))?;
-    let mut unfinished = tempfile::Builder::new();
-    unfinished.prefix(".unfinished-");
-    #[cfg(unix)]
-    unfinished.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-    let unfinished = unfinished.tempdir_in(parent).map_err(failed(folder))?;
-    write(unfinished.path())?;
-    if stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
-        return Err(Error::Interrupted.into());
-    }
-    fs::rename(unfinished.path(), folder).map_err(failed(folder))?;
-    // The renamed folder must not be removed.
-    let _ = unfinished.keep();
-    Ok(())
 }
 
 /// The tensors of a checkpoint, some of them to be quantized.

@@ -9,8 +9,8 @@ use std::sync::LazyLock;
 pub(crate) use product::{Digits, Products};
 pub(crate) use tiles::{COLUMN_TILES, COLUMNS, DEPTH, EMPTY, ROWS, Row, Sums, Tiles};
 
-/// Returns whether this processor has the instructions, and those of AVX-512 that arrange tiles,
-/// and Linux lets this process use them.
+/// Returns whether this processor has AMX and the AVX-512 instructions that arrange its tiles, and
+/// Linux lets this process use them.
 ///
 /// The first call asks for that, which has a side effect: from then on, Linux refuses stacks for
 /// signal handlers (`sigaltstack`) that are too small for the tiles, 8 KiB.

@@ -120,8 +120,8 @@ impl Products {
         }
     }
 
-    /// Computes `out[r][c] += sum_t left[r][t] * codes[t][c]`, where rows of `out` have `columns`
-    /// numbers, and those of `codes` are padded to whole [`COLUMNS`].
+    /// Computes `out[r][c] += sum_t left[r][t] * codes[t][c]`. A row of `out` has `columns`
+    /// numbers, and a row of `codes` is padded to whole [`COLUMNS`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     pub(crate) fn with_columns(
         &mut self,
@@ -177,9 +177,10 @@ impl Products {
         let right = &self.right[part * width * COLUMNS..][..width * COLUMNS];
         let of_digits = &left.tiles[nth * DIGITS * ROWS * width..][..DIGITS * ROWS * width];
         self.tiles.clear();
-        let (first, second) = of_digits.split_at(ROWS * width);
-        for (k, right) in right.chunks_exact(COLUMNS).enumerate() {
-            self.tiles.multiply_sum([&first[k..], &second[k..]], width, right);
+        for left in of_digits.chunks_exact(ROWS * width) {
+            for (k, right) in right.chunks_exact(COLUMNS).enumerate() {
+                self.tiles.multiply(&left[k..], width, right);
+            }
         }
     }
 }
@@ -273,8 +274,8 @@ mod tests {
         assert!(off <= size * (2f64.powi(-17) + 2f64.powi(-18)), "{what}: {got} for {sum}");
     }
 
-    /// Products with codes are those of f32, for all sizes. What was in the memory before, here
-    /// NaN, is not read.
+    /// Products with codes match f64 for all sizes, and do not depend on what the memory held
+    /// before, here NaN.
     #[test]
     fn products_match_f64() {
         if !available() {

@@ -96,42 +96,6 @@ impl Tiles {
         }
     }
 
-    /// Adds the products of the sums of 16 rows of both `left`, every `stride`-th, with the
-    /// [`COLUMNS`] columns of `right`. Each tile of `right` is loaded once.
-    #[inline(always)]
-    pub(crate) fn multiply_sum(&self, left: [&[Row]; 2], stride: usize, right: &[Row]) {
-        let [first, second] = left;
-        let rows = (ROWS - 1) * stride + 1;
-        assert!(first.len() >= rows && second.len() >= rows && right.len() == COLUMNS);
-        // SAFETY: the tiles are configured, and those that are read are in the slices.
-        unsafe {
-            asm!(
-                "tileloadd tmm4, [{first} + {stride}]",
-                "tileloadd tmm6, [{right} + {row}]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{right} + {row} + 1024]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{second} + {stride}]",
-                "tdpbf16ps tmm0, tmm5, tmm6",
-                "tdpbf16ps tmm1, tmm5, tmm7",
-                "tileloadd tmm6, [{right} + {row} + 2048]",
-                "tdpbf16ps tmm2, tmm4, tmm6",
-                "tileloadd tmm7, [{right} + {row} + 3072]",
-                "tdpbf16ps tmm3, tmm4, tmm7",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                first = in(reg) first.as_ptr(),
-                second = in(reg) second.as_ptr(),
-                stride = in(reg) stride * size_of::<Row>(),
-                right = in(reg) right.as_ptr(),
-                row = in(reg) size_of::<Row>(),
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(readonly, nostack),
-            );
-        }
-    }
-
     /// Overwrites [`COLUMNS`] of every `stride` numbers, 16 times, with the sums of a row.
     #[inline(always)]
     pub(crate) fn store(&self, sums: &mut [f32], stride: usize) {
