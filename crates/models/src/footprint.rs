@@ -273,8 +273,8 @@ impl Planned<'_> {
                 break;
             }
         }
-        let (bytes, numbers) = self.weights.head;
-        let saved = bytes.saturating_sub(numbers / 32 * 18);
+        let (bytes, int4) = self.weights.head;
+        let saved = bytes.saturating_sub(int4.unwrap_or(bytes));
         // The saved bytes help only if memory is short, not a buffer.
         let more = limit.total.map(|total| total.saturating_add(saved as u64));
         if saved > 0 && self.fits(usage, &MemoryLimit { total: more, ..limit.clone() }) {

@@ -13,23 +13,32 @@ impl LanguageModel {
     /// Returns the name of the operation that reads each parameter: `L3/qkv` for the module `qkv`
     /// of layer 3, or `norm` for a module outside of the layers.
     pub fn operation_names(&self) -> HashMap<ParamId, String> {
-        let mut names = Names::default();
-        self.visit(&mut names);
-        names.found
+        // The first name is the family's.
+        operation_names(self, 1)
     }
 }
 
+/// Returns the name of the operation that reads each parameter of a module, as
+/// [`LanguageModel::operation_names`] does. The first `skipped` names of a parameter's path are
+/// left out.
+pub fn operation_names(module: &impl Module, skipped: usize) -> HashMap<ParamId, String> {
+    let mut names = Names { skipped, path: vec![], found: HashMap::new() };
+    module.visit(&mut names);
+    names.found
+}
+
 /// The path of a visitor, and the names found.
-#[derive(Default)]
 struct Names {
+    skipped: usize,
     path: Vec<String>,
     found: HashMap<ParamId, String>,
 }
 
 impl Names {
-    /// Returns the path without the model's name and the parameter's.
+    /// Returns the path without the skipped names and the parameter's.
     fn operation(&self) -> String {
-        let modules = self.path.get(1..self.path.len().saturating_sub(1)).unwrap_or_default();
+        let end = self.path.len().saturating_sub(1);
+        let modules = self.path.get(self.skipped..end).unwrap_or_default();
         match modules {
             [layers, number, rest @ ..] if layers == "layers" => {
                 format!("L{number}/{}", rest.join("."))

@@ -54,7 +54,7 @@ pub enum Advice {
     Context(usize),
     /// Use a cache of this name with the requested capacity.
     Cache(String),
-    /// Quantize the output projection to 4 bits, which saves this number of bytes.
+    /// Quantize the output projection to int4 as it is loaded, which saves this number of bytes.
     Int4Head(usize),
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn advice_text(advice: &[Advice], capacity: usize) -> String {
         Advice::Context(tokens) => format!("a context of {tokens} tokens"),
         Advice::Cache(name) => format!("a {name} cache of {capacity} tokens"),
         Advice::Int4Head(saved) => {
-            format!("a head in 4 bits ({} less)", decimal_size(*saved as u64))
+            format!("--head int4 ({} less)", decimal_size(*saved as u64))
         }
     });
     parts.collect::<Vec<_>>().join(", or ")
@@ -100,7 +100,7 @@ impl fmt::Display for Shortage {
         }
         write!(f, " {}, activations {}; ", bytes(needed.cache), bytes(needed.activations))?;
         if advice.is_empty() {
-            return write!(f, "no shorter context, cheaper cache or head in 4 bits fits");
+            return write!(f, "no shorter context, cheaper cache or --head int4 fits");
         }
         write!(f, "try {}", advice_text(advice, *capacity))
     }

@@ -3,10 +3,13 @@
 //!
 //! | target | span | fields |
 //! |---|---|---|
-//! | [`PHASE`] | a phase of a run, `prefill` or `decode`; phases can nest | `n`, its number |
-//! | [`PASS`] | one pass through a model's layers | |
+//! | [`PHASE`] | a phase of a run, such as `prefill`; phases can nest | `n`, its number; `cache` |
+//! | [`PASS`] | one pass through a model's layers | `tokens` of all sequences |
 //! | [`LAYER`] | an event: a layer begins, until the next one or the end of the pass | `layer` |
-//! | [`OPERATION`] | a projection, a norm, attention, the head; [`REPLAY`] | `parameter`, an id |
+//! | [`OPERATION`] | a projection, a norm, attention, the head | `parameter`, an id; `bytes` |
+//! | [`OPERATION`] | [`REPLAY`] | `tokens` of all sequences |
+//!
+//! `bytes` are those of the weights or the cache that an operation reads, each counted once.
 //!
 //! Families emit no spans. Their modules know their parameters, whose names
 //! [`LanguageModel::operation_names`](crate::LanguageModel::operation_names) returns, and
@@ -14,6 +17,8 @@
 
 use burn::module::ParamId;
 use tracing::{span::EnteredSpan, trace_span};
+
+pub use crate::operation_names::operation_names;
 
 /// The target of phases of a run.
 pub const PHASE: &str = "kv::phase";
@@ -27,7 +32,9 @@ pub const OPERATION: &str = "kv::operation";
 /// The operation of a graph replay, whose launches have no names of their own.
 pub const REPLAY: &str = "replay";
 
-/// Enters the operation that reads this parameter, until the end of the scope.
-pub(crate) fn reading(param: ParamId) -> EnteredSpan {
-    trace_span!(target: OPERATION, "module", parameter = param.val()).entered()
+/// Enters the operation that reads `bytes` of this parameter, until the end of the scope. The bytes
+/// are not counted without a subscriber.
+pub(crate) fn reading(param: ParamId, bytes: impl FnOnce() -> usize) -> EnteredSpan {
+    let parameter = param.val();
+    trace_span!(target: OPERATION, "module", parameter, bytes = bytes() as u64).entered()
 }

@@ -28,6 +28,9 @@ pub struct LayerSpec {
     pub sliding_window: Option<usize>,
     /// Index in [`ModelSpec::ropes`]; `None` for a layer without rope.
     pub rope: Option<usize>,
+    /// True if the projection of keys has a bias, as in Qwen2. It can be far larger than the rest
+    /// of a key, which matters to how keys are quantized.
+    pub key_bias: bool,
     /// Sparse attention to one row per token and to compressed entries; `None` for keys and values.
     pub sparse: Option<SparseLayer>,
 }
@@ -104,6 +107,7 @@ impl LayerSpec {
             options,
             sliding_window: None,
             rope: None,
+            key_bias: false,
             sparse: None,
         }
     }
@@ -124,6 +128,12 @@ impl LayerSpec {
     #[must_use]
     pub fn with_rope(self, rope: Option<usize>) -> Self {
         Self { rope, ..self }
+    }
+
+    /// Returns the same layer with a bias in the projection of keys, or without one.
+    #[must_use]
+    pub fn with_key_bias(self, key_bias: bool) -> Self {
+        Self { key_bias, ..self }
     }
 
     /// Returns the same layer with sparse attention. It must have a sliding window, too.

@@ -36,6 +36,9 @@ pub(crate) struct Labels {
     pub(crate) group_names: Vec<String>,
 }
 
+/// The group of passes.
+pub(crate) const PASSES: &str = "(rest of the pass)";
+
 /// The group of time that no span covers.
 pub(crate) const OUTSIDE: &str = "(outside)";
 
@@ -79,7 +82,7 @@ impl Labels {
                 label(format!("L{layer}/{name}"), name, Kind::Operation)
             }
             Key::Operation(name, None) => label(name.to_string(), name, Kind::Operation),
-            Key::Pass => label("pass".into(), "(rest of the pass)", Kind::Group),
+            Key::Pass => label("pass".into(), PASSES, Kind::Group),
             Key::Layer(layer) => label(format!("L{layer}"), "(rest of the layer)", Kind::Group),
             Key::Phase(name, Some(n)) => label(numbered(name, *n), name, Kind::Phase),
             Key::Phase(name, None) => label(name.clone(), name, Kind::Phase),

@@ -9,7 +9,7 @@
 //! # fn main() -> kv_profile::Result<()> {
 //! let recorder = Recorder::new();
 //! recorder.install()?;
-//! // Load a model: recorder.name_operations(&model). Run it.
+//! // Load a model: recorder.name_operations(model.operation_names()). Run it.
 //! let page = recorder.finish("a run", vec![("model".into(), "SmolLM2".into())]).html();
 //! # assert!(page.contains("SmolLM2"));
 //! # Ok(())

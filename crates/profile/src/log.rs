@@ -14,6 +14,22 @@ pub(crate) struct Sum {
     pub(crate) own: u64,
     /// Nanoseconds with inner spans.
     pub(crate) whole: u64,
+    pub(crate) amounts: Amounts,
+}
+
+/// The amounts that spans work on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Amounts {
+    /// Bytes of weights or of a cache that are read.
+    pub(crate) bytes: u64,
+    pub(crate) tokens: u64,
+}
+
+impl Amounts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.tokens += other.tokens;
+    }
 }
 
 /// A phase and a group, both by their group's number.
@@ -26,6 +42,7 @@ struct Open {
     span: Option<u64>,
     named: Named,
     phase: u32,
+    amounts: Amounts,
     start: u64,
     /// Nanoseconds of the spans within it that have ended.
     inner: u64,
@@ -88,18 +105,25 @@ impl ThreadLog {
     }
 
     /// Begins a span.
-    pub(crate) fn enter(&mut self, span: u64, named: Named, phase: u32, now: u64) {
+    pub(crate) fn enter(
+        &mut self,
+        span: u64,
+        named: Named,
+        (phase, amounts): (u32, Amounts),
+        now: u64,
+    ) {
         if !named.in_layer {
             self.end_layer(now);
         }
-        self.open.push(Open { span: Some(span), named, phase, start: now, inner: 0 });
+        self.open.push(Open { span: Some(span), named, phase, amounts, start: now, inner: 0 });
     }
 
     /// A layer begins; it ends with the next, with the pass, or with an operation that is in no
     /// layer.
     pub(crate) fn layer(&mut self, named: Named, phase: u32, now: u64) {
         self.end_layer(now);
-        self.open.push(Open { span: None, named, phase, start: now, inner: 0 });
+        let amounts = Amounts::default();
+        self.open.push(Open { span: None, named, phase, amounts, start: now, inner: 0 });
     }
 
     /// Ends a span, and the spans that are still open within it.
@@ -132,7 +156,9 @@ impl ThreadLog {
     }
 
     fn close(&mut self, now: u64) {
-        let Some(Open { named, phase, start, inner, .. }) = self.open.pop() else { return };
+        let Some(Open { named, phase, amounts, start, inner, .. }) = self.open.pop() else {
+            return;
+        };
         let whole = now.saturating_sub(start);
         if let Some(outer) = self.open.last_mut() {
             outer.inner += whole;
@@ -141,6 +167,7 @@ impl ThreadLog {
         sum.count += 1;
         sum.whole += whole;
         sum.own += whole.saturating_sub(inner);
+        sum.amounts.add(amounts);
         if self.bars.len() < ROOM {
             let row = self.open.len().min(usize::from(u16::MAX)) as u16;
             self.bars.push(Bar { label: named.label, detail: None, row, start, end: now });
@@ -164,13 +191,14 @@ mod tests {
     #[test]
     fn own_times_add_up_to_the_whole() {
         let mut log = ThreadLog::new(0, "main".into());
-        log.enter(1, named(0, false), 0, 0); // a phase
-        log.enter(2, named(1, false), 0, 10); // a pass
+        let nothing = (0, Amounts::default());
+        log.enter(1, named(0, false), nothing, 0); // a phase
+        log.enter(2, named(1, false), nothing, 10); // a pass
         log.layer(named(2, true), 0, 20);
-        log.enter(3, named(3, true), 0, 25);
+        log.enter(3, named(3, true), (0, Amounts { bytes: 7, tokens: 0 }), 25);
         log.exit(3, 45);
         log.layer(named(2, true), 0, 50);
-        log.enter(4, named(4, false), 0, 70); // outside of the layers
+        log.enter(4, named(4, false), nothing, 70); // outside of the layers
         log.exit(4, 80);
         log.exit(2, 90);
         log.exit(1, 100);
@@ -179,6 +207,7 @@ mod tests {
         assert_eq!((sum(1).own, sum(1).whole), (20, 80));
         assert_eq!((sum(2).own, sum(2).whole, sum(2).count), (30, 50, 2));
         assert_eq!((sum(3).own, sum(4).own), (20, 10));
+        assert_eq!((sum(3).amounts.bytes, sum(2).amounts.bytes), (7, 0));
         assert_eq!(log.sums.values().map(|sum| sum.own).sum::<u64>(), 100);
         let rows: Vec<_> = log.bars.iter().map(|bar| (bar.label, bar.row)).collect();
         assert_eq!(rows, [(3, 3), (2, 2), (2, 2), (4, 2), (1, 1), (0, 0)]);
@@ -187,7 +216,7 @@ mod tests {
     #[test]
     fn what_is_open_ends_with_the_recording() {
         let mut log = ThreadLog::new(0, "main".into());
-        log.enter(1, named(0, false), 0, 5);
+        log.enter(1, named(0, false), (0, Amounts::default()), 5);
         log.layer(named(1, true), 0, 6);
         log.exit(9, 7); // another thread's
         log.finish(10);

@@ -25,7 +25,7 @@ pub(crate) fn timeline(
     labels: &Labels,
     logs: &[&ThreadLog],
     launches: &Launches,
-    wall: u64,
+    (wall, copy_rate): (u64, Option<f64>),
 ) -> Timeline {
     let mut page = Page { labels: labels.list.clone(), ..Page::default() };
     let lanes = logs.iter().map(|log| Lane { name: log.name.clone(), bars: log.bars.clone() });
@@ -46,7 +46,7 @@ pub(crate) fn timeline(
         labels: page.labels,
         details: page.details,
         lanes,
-        tables: Sums::new(labels, logs, launches, wall).tables(logs),
+        tables: Sums::new(labels, logs, launches, (wall, copy_rate)).tables(logs),
     }
 }
 

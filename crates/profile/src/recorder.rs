@@ -2,6 +2,7 @@
 
 use std::{
     cell::RefCell,
+    collections::HashMap,
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -10,13 +11,10 @@ use std::{
     time::Instant,
 };
 
-use burn::tensor::Device;
+use burn::{module::ParamId, tensor::Device};
 #[cfg(feature = "cube")]
 use kv_models::spans::REPLAY;
-use kv_models::{
-    LanguageModel,
-    spans::{LAYER, OPERATION, PASS, PHASE},
-};
+use kv_models::spans::{LAYER, OPERATION, PASS, PHASE};
 use kv_report::Timeline;
 use tracing::{
     Event, Metadata, Subscriber,
@@ -33,7 +31,7 @@ use tracing_subscriber::{
 use crate::{
     Error, Result,
     label::{Key, Labels, Named, OUTSIDE},
-    log::ThreadLog,
+    log::{Amounts, ThreadLog},
     page,
 };
 
@@ -53,6 +51,8 @@ pub(crate) struct Shared {
     pub(crate) start: Instant,
     pub(crate) labels: Mutex<Labels>,
     pub(crate) threads: Mutex<Vec<Arc<Mutex<ThreadLog>>>>,
+    /// Bytes that the device copies in a second, if they were measured.
+    copy_rate: Mutex<Option<f64>>,
     #[cfg(feature = "cube")]
     pub(crate) queue: crate::device::ToReader,
 }
@@ -62,6 +62,7 @@ pub(crate) struct Shared {
 struct Scope {
     named: Named,
     phase: u32,
+    amounts: Amounts,
     /// The layer that the pass is in, counted from 1; 0 for none.
     layer: Arc<AtomicUsize>,
 }
@@ -82,6 +83,7 @@ impl Recorder {
             start: Instant::now(),
             labels: Mutex::new(labels),
             threads: Mutex::default(),
+            copy_rate: Mutex::default(),
             #[cfg(feature = "cube")]
             queue: Default::default(),
         });
@@ -114,12 +116,19 @@ impl Recorder {
         self.shared.clone()
     }
 
-    /// Takes the names of the model's operations. Must be called before it runs.
-    pub fn name_operations(&self, model: &LanguageModel) {
+    /// Takes the names of a model's operations, as
+    /// [`LanguageModel::operation_names`](kv_models::LanguageModel::operation_names) returns them.
+    /// Must be called before the model runs.
+    pub fn name_operations(&self, names: HashMap<ParamId, String>) {
         let mut labels = lock(&self.shared.labels);
-        for (parameter, name) in model.operation_names() {
+        for (parameter, name) in names {
             labels.name_operation(parameter.val(), name);
         }
+    }
+
+    /// Sets the bytes that the device copies in a second, to which the tables compare operations.
+    pub fn set_copy_rate(&self, bytes_per_second: f64) {
+        *lock(&self.shared.copy_rate) = Some(bytes_per_second);
     }
 
     /// Compares the clocks of device and host by launches that the host waits for. Must be called
@@ -153,7 +162,9 @@ impl Recorder {
             threads.iter().map(|log| lock(log)).collect();
         logs.iter_mut().for_each(|log| log.finish(now));
         let logs: Vec<&ThreadLog> = logs.iter().map(|log| &**log).collect();
-        page::timeline(title, facts, &lock(&self.shared.labels), &logs, &launches, now)
+        let copy_rate = *lock(&self.shared.copy_rate);
+        let labels = lock(&self.shared.labels);
+        page::timeline(title, facts, &labels, &logs, &launches, (now, copy_rate))
     }
 }
 
@@ -247,7 +258,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
             Some(scope) if metadata.target() == OPERATION => scope.layer,
             _ => Arc::default(),
         };
-        span.extensions_mut().insert(Scope { named, phase, layer });
+        let amounts = fields.amounts;
+        span.extensions_mut().insert(Scope { named, phase, amounts, layer });
     }
 
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
@@ -265,7 +277,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
         let Some(span) = context.span(id) else { return };
         let extensions = span.extensions();
         let Some(scope) = extensions.get::<Scope>() else { return };
-        self.0.log(|log| log.enter(id.into_u64(), scope.named, scope.phase, self.0.now()));
+        let Scope { named, phase, amounts, .. } = *scope;
+        self.0.log(|log| log.enter(id.into_u64(), named, (phase, amounts), self.0.now()));
         #[cfg(feature = "cube")]
         if span.metadata().name() == REPLAY {
             self.0.queue.begin_replay(&self.0);
@@ -299,6 +312,7 @@ struct Fields {
     parameter: Option<u64>,
     n: Option<u64>,
     layer: Option<u64>,
+    amounts: Amounts,
     cache: Option<String>,
 }
 
@@ -308,6 +322,8 @@ impl Visit for Fields {
             "parameter" => self.parameter = Some(value),
             "n" => self.n = Some(value),
             "layer" => self.layer = Some(value),
+            "bytes" => self.amounts.bytes = value,
+            "tokens" => self.amounts.tokens = value,
             _ => {}
         }
     }

@@ -2,15 +2,16 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use kv_models::spans::REPLAY;
 use kv_report::{
     Table,
     timeline::{Bar, Kind},
 };
 
 use crate::{
-    label::{Labels, OUTSIDE},
+    label::{Labels, OUTSIDE, PASSES},
     launch::{Launch, Launches},
-    log::{PhaseGroup, Sum, ThreadLog},
+    log::{Amounts, PhaseGroup, Sum, ThreadLog},
 };
 
 /// Maximum rows of a table; one more row sums up the rest.
@@ -20,6 +21,8 @@ pub(crate) struct Sums<'a> {
     labels: &'a Labels,
     /// Nanoseconds of the whole run.
     wall: u64,
+    /// Bytes that the device copies in a second.
+    copy_rate: Option<f64>,
     host: BTreeMap<PhaseGroup, Sum>,
     device: HashMap<PhaseGroup, Sum>,
     launches: &'a Launches,
@@ -30,6 +33,7 @@ pub(crate) struct Sums<'a> {
 struct Times {
     count: u64,
     total: u64,
+    bytes: u64,
 }
 
 impl Times {
@@ -40,7 +44,7 @@ impl Times {
 
     /// Formats count, total in ms, mean in us and share.
     fn cells(self, of: u64) -> [String; 4] {
-        let Self { count, total } = self;
+        let Self { count, total, .. } = self;
         let mean = total as f64 / 1e3 / count.max(1) as f64;
         [count.to_string(), ms(total), format!("{mean:.1}"), share(total, of)]
     }
@@ -59,7 +63,7 @@ impl<'a> Sums<'a> {
         labels: &'a Labels,
         logs: &[&ThreadLog],
         launches: &'a Launches,
-        wall: u64,
+        (wall, copy_rate): (u64, Option<f64>),
     ) -> Self {
         let mut host: BTreeMap<PhaseGroup, Sum> = BTreeMap::new();
         for (&place, sum) in logs.iter().flat_map(|log| &log.sums) {
@@ -67,6 +71,7 @@ impl<'a> Sums<'a> {
             all.count += sum.count;
             all.own += sum.own;
             all.whole += sum.whole;
+            all.amounts.add(sum.amounts);
         }
         let mut device: HashMap<PhaseGroup, Sum> = HashMap::new();
         for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
@@ -74,7 +79,7 @@ impl<'a> Sums<'a> {
             sum.count += 1;
             sum.own += launch.end.saturating_sub(launch.start);
         }
-        Self { labels, wall, host, device, launches }
+        Self { labels, wall, copy_rate, host, device, launches }
     }
 
     /// Returns every table with its heading.
@@ -114,9 +119,38 @@ impl<'a> Sums<'a> {
         self.device.iter().filter(|(place, _)| of(place)).map(|(_, sum)| sum.own).sum()
     }
 
+    /// Returns the sums of a phase over some groups, or over all.
+    fn of_phase(&self, phase: u32, groups: Option<&[&str]>) -> Sum {
+        let mut all = Sum::default();
+        for (&(_, group), sum) in self.host.range((phase, 0)..=(phase, u32::MAX)) {
+            let name = &*self.labels.group_names[group as usize];
+            if groups.is_none_or(|groups| groups.contains(&name)) {
+                all.whole += sum.whole;
+                all.amounts.add(sum.amounts);
+            }
+        }
+        all
+    }
+
+    /// Formats the tokens of a phase, its rate, and the time and the rate of its forward passes. A
+    /// device computes them later than the host, so there the time that it is busy counts instead.
+    fn rates(&self, phase: u32, whole: u64) -> [String; 4] {
+        let Amounts { tokens, .. } = self.of_phase(phase, None).amounts;
+        let forward = match self.launches.queues.is_empty() {
+            true => self.of_phase(phase, Some(&[PASSES, "head", REPLAY])).whole,
+            false => self.busy(Some(phase)),
+        };
+        let rate = |of: u64| format!("{:.1}", tokens as f64 / of.max(1) as f64 * 1e9);
+        match tokens {
+            0 => [""; 4].map(String::from),
+            tokens => [tokens.to_string(), rate(whole), ms(forward), rate(forward)],
+        }
+    }
+
     fn phases(&self) -> Table {
         let with_device = !self.launches.queues.is_empty();
         let mut header = vec!["phase", "count", "total ms", "mean us", "share of run"];
+        header.extend(["tokens", "tokens/s", "forward ms", "tokens/s of it"]);
         if with_device {
             header.extend(["device busy ms", "device busy"]);
         }
@@ -125,9 +159,10 @@ impl<'a> Sums<'a> {
         for phase in self.by_time() {
             let Some(sum) = self.host.get(&(phase, phase)) else { continue };
             covered += sum.whole;
-            let times = Times { count: sum.count, total: sum.whole };
+            let times = Times { count: sum.count, total: sum.whole, bytes: 0 };
             let mut row = vec![self.labels.group_names[phase as usize].clone()];
             row.extend(times.cells(self.wall));
+            row.extend(self.rates(phase, sum.whole));
             if with_device {
                 let busy = self.busy(Some(phase));
                 row.extend([ms(busy), share(busy, sum.whole)]);
@@ -146,7 +181,6 @@ impl<'a> Sums<'a> {
         if with_device {
             header.extend(["launches", "device ms", "mean us", "share"]);
         }
-        let mut table = Table::new(header);
         let mut groups: Vec<u32> = self
             .host
             .keys()
@@ -156,8 +190,17 @@ impl<'a> Sums<'a> {
             .collect();
         groups.sort_unstable();
         groups.dedup();
+        let with_bytes = self.of_phase(phase, None).amounts.bytes > 0;
+        if with_bytes {
+            header.extend(["MB", "GB/s", "of copy"]);
+        }
+        let mut table = Table::new(header);
         let times = |sums: Option<&Sum>| {
-            sums.map_or(Times::default(), |sum| Times { count: sum.count, total: sum.own })
+            sums.map_or(Times::default(), |sum| Times {
+                count: sum.count,
+                total: sum.own,
+                bytes: sum.amounts.bytes,
+            })
         };
         let mut rows: Vec<(String, [Times; 2])> = groups
             .into_iter()
@@ -176,6 +219,7 @@ impl<'a> Sums<'a> {
             let add = |sum: Times, (_, times): &(String, [Times; 2])| Times {
                 count: sum.count + times[which].count,
                 total: sum.total + times[which].total,
+                bytes: sum.bytes + times[which].bytes,
             };
             rows.iter().fold(Times::default(), add)
         };
@@ -191,9 +235,29 @@ impl<'a> Sums<'a> {
             if with_device {
                 row.extend(device.cells(all[1].total));
             }
+            if with_bytes {
+                row.extend(self.traffic(host, device));
+            }
             table.push(row);
         }
         table
+    }
+
+    /// Formats the bytes that operations read, their rate, and its share of the copy rate. The rate
+    /// is by the device's time, or by the host's where nothing was launched.
+    fn traffic(&self, host: Times, device: Times) -> [String; 3] {
+        let time = if device.total > 0 { device.total } else { host.total };
+        let rate = host.bytes as f64 / time.max(1) as f64;
+        // A copy reads and writes, and its rate counts each byte once.
+        let of_copy = self.copy_rate.map(|copied| format!("{:.0}%", 100.0 * rate * 1e9 / copied));
+        match host.bytes {
+            0 => [""; 3].map(String::from),
+            bytes => [
+                format!("{:.3}", bytes as f64 / 1e6),
+                format!("{rate:.2}"),
+                of_copy.unwrap_or_default(),
+            ],
+        }
     }
 
     fn kernels(&self) -> Table {
@@ -233,6 +297,7 @@ impl<'a> Sums<'a> {
         let sum = |rows: &[(String, Times)]| Times {
             count: rows.iter().map(|(_, times)| times.count).sum(),
             total: rows.iter().map(|(_, times)| times.total).sum(),
+            bytes: 0,
         };
         let all = sum(&rows);
         if rows.len() > MOST_ROWS {

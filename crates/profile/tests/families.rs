@@ -20,7 +20,7 @@ use tracing_subscriber::layer::SubscriberExt;
 /// Records one pass of three tokens.
 fn a_pass(model: &LanguageModel, device: &Device) -> Timeline {
     let recorder = Recorder::new();
-    recorder.name_operations(model);
+    recorder.name_operations(model.operation_names());
     let config = KvCacheConfig::float().with_capacity(8);
     with_default(tracing_subscriber::registry().with(recorder.layer()), || {
         let mut cache = model.new_cache(config, 1, device).unwrap();

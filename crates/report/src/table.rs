@@ -33,6 +33,12 @@ impl Table {
         &self.rows
     }
 
+    /// Returns the table with its first `n` rows.
+    #[must_use]
+    pub fn first_rows(&self, n: usize) -> Self {
+        Self { header: self.header.clone(), rows: self.rows.iter().take(n).cloned().collect() }
+    }
+
     /// Returns whether every cell of `column` is a number, a percentage or empty.
     pub(crate) fn is_numeric(&self, column: usize) -> bool {
         self.rows.iter().filter_map(|row| row.get(column)).all(|cell| {

@@ -65,7 +65,7 @@ pub struct Noised {
 }
 
 impl Noised {
-    /// Converts to f32, in which the model computes.
+    /// Converts to f32, in which levels and controls are embedded.
     pub(super) fn in_f32(self) -> Self {
         let Self { x, t, controls: Controls { mouse, buttons } } = self;
         let controls =

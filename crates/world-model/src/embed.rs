@@ -4,7 +4,7 @@ use core::f64::consts::TAU;
 
 use burn::{
     module::Module,
-    tensor::{Tensor, TensorData, activation},
+    tensor::{DType, Tensor, TensorData, activation},
 };
 
 use crate::Controls;
@@ -49,8 +49,9 @@ pub struct ControlEmbedding {
 }
 
 impl ControlEmbedding {
-    /// Returns the sum of both embeddings, `[batch, frames, d_model]`.
-    pub fn forward(&self, controls: &Controls) -> Tensor<3> {
+    /// Returns the sum of both embeddings, `[batch, frames, d_model]`, for controls in f32 and
+    /// weights of type `dtype`.
+    pub fn forward(&self, controls: &Controls, dtype: DType) -> Tensor<3> {
         // Large movements are compressed along each axis: sign(x) ln(1 + |x|).
         let mouse = controls.mouse.clone();
         let mouse = mouse.clone().sign() * mouse.abs().log1p();
@@ -61,9 +62,10 @@ impl ControlEmbedding {
         let [batch, frames, _] = direction.dims();
         let first = direction.clone().narrow(2, 0, 1).mask_fill(rests, 1.0);
         let direction = Tensor::cat(vec![first, direction.narrow(2, 1, 1)], 2);
-        let length = waves(length.reshape([batch, frames]), MOUSE_WIDTH / 2);
-        let mouse = Tensor::cat(vec![self.angle.forward(direction), length], 2);
-        self.mouse.forward(mouse) + self.buttons.forward(controls.buttons.clone() * 2.0 - 1.0)
+        let length = waves(length.reshape([batch, frames]), MOUSE_WIDTH / 2).cast(dtype);
+        let mouse = Tensor::cat(vec![self.angle.forward(direction.cast(dtype)), length], 2);
+        let buttons = controls.buttons.clone() * 2.0 - 1.0;
+        self.mouse.forward(mouse) + self.buttons.forward(buttons.cast(dtype))
     }
 }
 

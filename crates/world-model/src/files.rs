@@ -85,7 +85,7 @@ fn inner(config: &Config, i: usize) -> [Projection; 8] {
 
 impl GameRft {
     /// Loads a folder with `config.json` and weights, possibly sharded, in f32, f16 or bf16, or
-    /// [quantized](Self::save_quantized). The model is in f32.
+    /// [quantized](Self::save_quantized). The model computes in f32.
     ///
     /// # Errors
     /// Fails for a file that is missing or damaged, for a field that breaks a rule, and for a
@@ -94,7 +94,8 @@ impl GameRft {
         Self::load_with(folder, device, LoadOptions::default())
     }
 
-    /// Loads a folder as [`load`](Self::load) does, with these options. Weights may stay packed.
+    /// Loads a folder as [`load`](Self::load) does, with these options. Weights may stay packed, or
+    /// the model may compute in f16 or bf16.
     ///
     /// # Errors
     /// Fails as [`load`](Self::load) does, and for options that the device does not support.

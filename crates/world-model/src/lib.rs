@@ -39,6 +39,6 @@ pub use cache::{Store, WorldCache};
 pub use config::Config;
 pub use controls::{Controls, Noised};
 pub use embed::{ControlEmbedding, Mlp};
-pub use model::{Block, GameRft};
+pub use model::{Block, FrameTrace, GameRft};
 pub use new_cache::Rings;
 pub use pipeline::CausvidPipeline;

@@ -1,13 +1,15 @@
 //! A transformer whose norms and gates are conditioned frame by frame.
 
+use std::collections::HashMap;
+
 use burn::{
-    module::Module,
-    tensor::{Device, Tensor, activation},
+    module::{Module, ParamId},
+    tensor::{DType, Device, Tensor, activation},
 };
 use kv_cubecl::{
     AttentionOptions, FakeQuantOptions, FrameConfig, Frames, KvCacheConfig, frame_attention,
 };
-use tracing::trace;
+use tracing::{trace, trace_span};
 
 use crate::{
     Config, ControlEmbedding, Mlp, Noised, Store, WorldCache,
@@ -18,7 +20,7 @@ use crate::{
 use kv_models::{
     Result,
     nn::{Linear, unit_rms},
-    spans::LAYER,
+    spans::{LAYER, OPERATION, PASS, operation_names},
 };
 
 /// The diffusion transformer of GameRFT.
@@ -59,26 +61,16 @@ pub struct Block {
     pub mlp_gate: Linear,
 }
 
-/// The keys and values of a layer's attention.
-enum Memory<'a> {
-    /// All frames of the input at once.
-    Parallel(FrameConfig, FakeQuantOptions),
-    /// The frames of a cache.
-    Cache(&'a mut kv_cubecl::FrameCache, Store),
-}
-
-impl Memory<'_> {
-    fn attend(self, [query, key, value]: [Tensor<4>; 3]) -> Result<Tensor<4>> {
-        Ok(match self {
-            Memory::Parallel(config, fake_quant) => {
-                let options = AttentionOptions::default();
-                frame_attention(query, key, value, &config, fake_quant, options)?
-            }
-            Memory::Cache(cache, Store::Peek) => cache.peek(query, key, value)?.output,
-            Memory::Cache(cache, Store::Update) => cache.update(query, key, value)?.output,
-            Memory::Cache(cache, Store::Rewrite) => cache.overwrite(query, key, value)?.output,
-        })
-    }
+/// The inputs of a layer's attention: queries and keys after the rope, and values, each `[batch,
+/// n_heads, tokens, head_dim]`.
+#[derive(Clone, Debug)]
+pub struct FrameTrace {
+    /// The queries.
+    pub query: Tensor<4>,
+    /// The keys, before they are quantized.
+    pub key: Tensor<4>,
+    /// The values, before they are quantized.
+    pub value: Tensor<4>,
 }
 
 impl GameRft {
@@ -90,6 +82,19 @@ impl GameRft {
     /// Returns the device of the weights.
     pub(super) fn device(&self) -> Option<Device> {
         self.input.devices().into_iter().next()
+    }
+
+    /// Returns the type of the weights, in which the model computes. The embeddings of levels and
+    /// controls and the rope are computed in f32.
+    pub fn dtype(&self) -> DType {
+        let bias = self.output.bias.as_ref();
+        bias.map_or(DType::F32, |bias| bias.val().dtype())
+    }
+
+    /// Returns the name of the operation that reads each parameter: `L3/qkv` for the module `qkv`
+    /// of layer 3.
+    pub fn operation_names(&self) -> HashMap<ParamId, String> {
+        operation_names(self, 0)
     }
 
     /// Predicts noise - picture for all frames of a sequence in parallel. A frame sees itself and
@@ -122,10 +127,12 @@ impl GameRft {
         check_layers("formats", formats.len(), &self.config)?;
         let [_, frames] = input.check(&self.config, self.device().as_ref())?;
         let all = Frames((frames as u64).max(2));
-        self.pass(input, 0, |i| {
+        self.pass(input, 0, |i, FrameTrace { query, key, value }| {
             let window = self.config.window(i, all);
             let config = FrameConfig::new(formats[i], self.config.tokens_per_frame(), window);
-            Memory::Parallel(config, fake_quant)
+            let options = AttentionOptions::default();
+            let _span = trace_span!(target: OPERATION, "attend").entered();
+            Ok(frame_attention(query, key, value, &config, fake_quant, options)?)
         })
     }
 
@@ -141,12 +148,35 @@ impl GameRft {
     /// another device than the model, and for a cache of another model; and as
     /// [`FrameCache`](kv_cubecl::FrameCache) does. The cache is then unchanged.
     pub fn step(&self, input: Noised, cache: &mut WorldCache, store: Store) -> Result<Tensor<5>> {
+        self.step_with(input, cache, store, |_| ())
+    }
+
+    /// Computes [`step`](Self::step) and passes the inputs of each layer's attention to `trace`.
+    ///
+    /// # Errors
+    /// Fails as [`step`](Self::step) does.
+    pub fn step_with(
+        &self,
+        input: Noised,
+        cache: &mut WorldCache,
+        store: Store,
+        mut trace: impl FnMut(&FrameTrace),
+    ) -> Result<Tensor<5>> {
         let [batch, frames] = input.check(&self.config, self.device().as_ref())?;
         let at = cache.check(&self.config, [batch, frames], store)?;
-        let mut layers = cache.layers.iter_mut();
-        let velocity = self.pass(input, at, |_| {
-            let layer = layers.next().expect("the cache has a ring for each layer");
-            Memory::Cache(layer, store)
+        let velocity = self.pass(input, at, |i, inputs| {
+            trace(&inputs);
+            let FrameTrace { query, key, value } = inputs;
+            let cache = &mut cache.layers[i];
+            // One frame more than it reads where the newest frame is written again.
+            let _span = trace_span!(target: OPERATION, "attend", bytes = cache.bytes_read() as u64)
+                .entered();
+            let attention = match store {
+                Store::Peek => cache.peek(query, key, value),
+                Store::Update => cache.update(query, key, value),
+                Store::Rewrite => cache.overwrite(query, key, value),
+            };
+            Ok(attention?.output)
         })?;
         if store != Store::Peek {
             // The host does not read the noise levels of the input.
@@ -156,28 +186,31 @@ impl GameRft {
     }
 
     /// Runs all layers; `first` is the absolute position of the first frame.
-    fn pass<'a>(
+    fn pass(
         &self,
         input: Noised,
         first: u64,
-        mut memory: impl FnMut(usize) -> Memory<'a>,
+        mut attend: impl FnMut(usize, FrameTrace) -> Result<Tensor<4>>,
     ) -> Result<Tensor<5>> {
+        let tokens = || (input.x.shape().num_elements() / self.config.channels) as u64;
+        let _pass = trace_span!(target: PASS, "pass", tokens = tokens()).entered();
+        let dtype = self.dtype();
         let Noised { x, t, controls } = input.in_f32();
         let [batch, frames, channels, height, width] = x.dims();
-        let condition =
-            self.level.forward(waves(t, LEVEL_WIDTH)) + self.controls.forward(&controls);
+        let condition = self.level.forward(waves(t, LEVEL_WIDTH).cast(dtype))
+            + self.controls.forward(&controls, dtype);
         let condition = activation::silu(condition); // [batch, frames, d_model]
         let rope = FrameRope::new(&self.config, first, frames, &x.device());
         let tokens = frames * height * width;
         let x = x.permute([0, 1, 3, 4, 2]).reshape([batch, tokens, channels]);
-        let mut x = self.input.forward(x);
+        let mut x = self.input.forward(x.cast(dtype));
         for (i, layer) in self.layers.iter().enumerate() {
             trace!(target: LAYER, layer = i);
-            x = layer.forward(x, &condition, &rope, self.config.n_heads, memory(i))?;
+            x = layer.forward(x, &condition, &rope, self.config.n_heads, |qkv| attend(i, qkv))?;
         }
         let x = activation::silu(modulated(x, &condition, &self.norm));
         let x = self.output.forward(x).reshape([batch, frames, height, width, channels]);
-        Ok(x.permute([0, 1, 4, 2, 3]))
+        Ok(x.permute([0, 1, 4, 2, 3]).cast(DType::F32))
     }
 }
 
@@ -188,7 +221,7 @@ impl Block {
         condition: &Tensor<3>,
         rope: &FrameRope,
         n_heads: usize,
-        memory: Memory<'_>,
+        attend: impl FnOnce(FrameTrace) -> Result<Tensor<4>>,
     ) -> Result<Tensor<3>> {
         let [batch, tokens, d_model] = x.dims();
         let qkv = self.qkv.forward(modulated(x.clone(), condition, &self.attention_norm));
@@ -196,9 +229,13 @@ impl Block {
             let heads = qkv.clone().narrow(2, i * d_model, n * d_model);
             heads.reshape([batch, tokens, n * n_heads, d_model / n_heads]).swap_dims(1, 2)
         };
-        let qk = rope.apply(unit_rms(heads(0, 2), f64::from(f32::EPSILON)));
+        let qk = {
+            let _span = trace_span!(target: OPERATION, "rope").entered();
+            let qk = unit_rms(heads(0, 2), f64::from(f32::EPSILON));
+            rope.apply(qk.cast(DType::F32)).cast(x.dtype())
+        };
         let [query, key] = [0, 1].map(|i| qk.clone().narrow(1, i * n_heads, n_heads));
-        let attention = memory.attend([query, key, heads(2, 1)])?;
+        let attention = attend(FrameTrace { query, key, value: heads(2, 1) })?;
         let attention = attention.swap_dims(1, 2).reshape([batch, tokens, d_model]);
         let x = x + gated(self.output.forward(attention), condition, &self.attention_gate);
         let mlp = self.mlp.forward(modulated(x.clone(), condition, &self.mlp_norm));

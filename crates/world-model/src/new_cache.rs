@@ -75,20 +75,33 @@ impl GameRft {
         Ok(WorldCache::new(layers.collect::<Result<_>>()?))
     }
 
-    /// Returns the bytes that [`new_cache_with`](Self::new_cache_with) allocates.
+    /// Returns the bytes that [`new_cache_with`](Self::new_cache_with) allocates, by layer.
     ///
     /// # Errors
     /// Fails as [`new_cache_with`](Self::new_cache_with) does, except for errors of the device.
+    pub fn cache_bytes_by_layer(
+        &self,
+        formats: &[KvCacheConfig],
+        rings: Rings,
+        batch: usize,
+    ) -> Result<Vec<usize>> {
+        cache::check_layers("formats", formats.len(), &self.config)?;
+        let shape = cache::shape(&self.config, batch);
+        let rings = self.rings(formats, rings);
+        rings.map(|config| Ok(config.memory_bytes(shape)?.total())).collect()
+    }
+
+    /// Returns the bytes that [`new_cache_with`](Self::new_cache_with) allocates.
+    ///
+    /// # Errors
+    /// Fails as [`cache_bytes_by_layer`](Self::cache_bytes_by_layer) does.
     pub fn cache_bytes_with(
         &self,
         formats: &[KvCacheConfig],
         rings: Rings,
         batch: usize,
     ) -> Result<usize> {
-        cache::check_layers("formats", formats.len(), &self.config)?;
-        let shape = cache::shape(&self.config, batch);
-        let rings = self.rings(formats, rings);
-        rings.map(|config| Ok(config.memory_bytes(shape)?.total())).sum()
+        Ok(self.cache_bytes_by_layer(formats, rings, batch)?.into_iter().sum())
     }
 
     /// Returns the ring of each layer.

@@ -6,7 +6,7 @@ use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use rand_distr::StandardNormal;
 
 use crate::{
-    Controls, GameRft, Noised, Store, WorldCache,
+    Controls, FrameTrace, GameRft, Noised, Store, WorldCache,
     controls::{check_device, check_shape},
 };
 use kv_models::{Error, Result};
@@ -24,6 +24,8 @@ pub struct CausvidPipeline {
     cache: WorldCache,
     levels: Vec<f32>,
     rng: Xoshiro256PlusPlus,
+    /// The inputs of attention in the newest frame; `None` if they are not kept.
+    traces: Option<Vec<FrameTrace>>,
 }
 
 /// The default noise levels of the steps. Frames in the cache have the last one.
@@ -40,7 +42,19 @@ impl CausvidPipeline {
         let batch = cache.layers().first().map_or(0, |layer| layer.layout().shape().batch);
         cache.check(model.config(), [batch, 1], Store::Peek)?;
         let rng = Xoshiro256PlusPlus::seed_from_u64(seed);
-        Ok(Self { model, cache, levels: LEVELS.to_vec(), rng })
+        Ok(Self { model, cache, levels: LEVELS.to_vec(), rng, traces: None })
+    }
+
+    /// Keeps the [traces](Self::traces) of the newest frame from now on.
+    #[must_use]
+    pub fn with_traces(self) -> Self {
+        Self { traces: Some(vec![]), ..self }
+    }
+
+    /// Returns the inputs of each layer's attention in the step that stored the newest frame. Empty
+    /// without [`with_traces`](Self::with_traces) and before the first frame.
+    pub fn traces(&self) -> &[FrameTrace] {
+        self.traces.as_deref().unwrap_or_default()
     }
 
     /// Sets the noise levels of the steps. The first must be 1; frames are stored at the last.
@@ -78,6 +92,7 @@ impl CausvidPipeline {
     /// Removes all frames. The random stream of noise continues.
     pub fn reset(&mut self) {
         self.cache.reset();
+        self.traces.iter_mut().for_each(Vec::clear);
     }
 
     /// Returns the shape of a frame of the cache's streams.
@@ -126,9 +141,16 @@ impl CausvidPipeline {
 
     /// Runs a step of the model. A stored frame has noise level `level`, like those before it.
     fn step(&mut self, input: Noised, level: f32, store: Store) -> Result<Tensor<5>> {
-        let velocity = self.model.step(input, &mut self.cache, store)?;
+        let mut traces = vec![];
+        let keeps = self.traces.is_some() && store != Store::Peek;
+        let velocity = self.model.step_with(input, &mut self.cache, store, |inputs| {
+            if keeps {
+                traces.push(inputs.clone());
+            }
+        })?;
         if store != Store::Peek {
             self.cache.set_level(Some(level));
+            self.traces = keeps.then_some(traces);
         }
         Ok(velocity)
     }

@@ -154,6 +154,9 @@ pub fn time_llm<T: Target>(
         let mut prompts = vec![Vec::with_capacity(plan.repetitions); caches.len()];
         let mut texts = prompts.clone();
         for repetition in 0..=plan.repetitions {
+            // In a profile, the first repetition is a phase of its own.
+            let _phase = (repetition == 0)
+                .then(|| trace_span!(target: PHASE, "warm_up", n = depth).entered());
             for ((cache, prompts), texts) in filled.iter().zip(&mut prompts).zip(&mut texts) {
                 let prompt = pass_prompt(device, model, &mut fresh(cache, device)?, plan.prompt)?;
                 let text = generate(device, model, &mut fresh(cache, device)?, plan)?;

@@ -98,6 +98,10 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
     seconds.into_iter().map(Timing::of).collect()
 }
 
+/// Bytes of a buffer for [`copy_bandwidth`]: more than processors' caches hold, and within WebGPU's
+/// limit of a binding.
+pub const COPIED: usize = 128 << 20;
+
 /// Measures the bytes copied per second between two buffers of `bytes` each: on the CPU by all
 /// threads, otherwise by the device.
 ///
@@ -105,7 +109,15 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
 /// [`Error::Device`].
 pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) -> Result<f64> {
     let _phase = trace_span!(target: PHASE, "copy").entered();
-    let timing = time_in_turn(rounds, vec![copier(device, bytes)])?;
+    let (mut copy, mut round) = (copier(device, bytes), 0);
+    let traced: Subject<'_> = Box::new(move || {
+        round += 1;
+        // The first touch of pages and the compilation of kernels are not a copy's time.
+        let _span = (round > WARM_UP)
+            .then(|| trace_span!(target: OPERATION, "buffer", bytes = bytes as u64).entered());
+        copy()
+    });
+    let timing = time_in_turn(rounds, vec![traced])?;
     Ok(bytes as f64 / timing[0].median)
 }
 

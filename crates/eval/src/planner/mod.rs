@@ -276,7 +276,7 @@ impl Asked<'_> {
             _ => {
                 let find = |name: &String| ModelCacheConfig::find(name);
                 let caches = names.iter().map(find).collect::<Result<Vec<_>, _>>()?;
-                notes.extend(caches.iter().filter_map(|cache| cache.note(&outline.spec)));
+                notes.extend(caches.iter().flat_map(|cache| cache.notes(&outline.spec)));
                 notes.extend(caches.iter().filter_map(|cache| cache.in_full(&outline.spec)));
                 caches
             }

@@ -1,13 +1,13 @@
 //! The choice of a format for every cell, given the bytes and the cost of each choice.
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Choice {
-    pub(super) bytes: usize,
-    pub(super) cost: f64,
+pub(crate) struct Choice {
+    pub(crate) bytes: usize,
+    pub(crate) cost: f64,
 }
 
 /// The choice of every cell, by number.
-pub(super) type Assignment = Vec<usize>;
+pub(crate) type Assignment = Vec<usize>;
 
 /// Returns the lower convex hull of the choices of a cell, in ascending order of cost. Each choice
 /// of the hull is the best one for some price of a byte.
@@ -40,7 +40,7 @@ fn price(from: Choice, to: Choice) -> f64 {
 
 /// Returns assignments from the least cost to the fewest bytes. Each changes the choice of one
 /// cell, and no assignment with as few bytes costs less.
-pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
+pub(crate) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     let hulls: Vec<Vec<usize>> = cells.iter().map(|choices| hull(choices)).collect();
     let mut steps: Vec<(f64, usize, usize)> = vec![];
     for (cell, hull) in hulls.iter().enumerate() {
@@ -60,7 +60,7 @@ pub(super) fn front(cells: &[Vec<Choice>]) -> Vec<Assignment> {
     front
 }
 
-pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
+pub(crate) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
     let chosen = cells.iter().zip(assignment).map(|(choices, &choice)| choices[choice]);
     chosen.fold(Choice { bytes: 0, cost: 0.0 }, |sum, choice| Choice {
         bytes: sum.bytes + choice.bytes,
@@ -70,7 +70,7 @@ pub(super) fn sum(cells: &[Vec<Choice>], assignment: &[usize]) -> Choice {
 
 /// Returns the first point of the front within the byte budget, with single choices improved while
 /// they fit; `None` if the fewest bytes exceed the budget.
-pub(super) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
+pub(crate) fn within(cells: &[Vec<Choice>], bytes: usize) -> Option<Assignment> {
     let fits = |assignment: &Assignment| sum(cells, assignment).bytes <= bytes;
     let mut best = front(cells).into_iter().find(fits)?;
     loop {

@@ -10,7 +10,7 @@
 //!    [all](Found::alike) on the text of the search, and the best of them on the unseen text.
 
 mod alike;
-mod front;
+pub(crate) mod front;
 mod measure;
 mod report;
 

@@ -4,12 +4,16 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use kv_cubecl::{KvCacheConfig, On, RunningCounters, Sides, Target};
+use kv_models::spans::PHASE;
 use kv_world::Frame;
 use kv_world_model::{Noised, Store, WorldCache};
 use rayon::prelude::*;
 use serde::Serialize;
+use tracing::trace_span;
 
-use super::{LayerCaches, Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim};
+use super::{
+    Inspected, LayerCaches, Rollout, RolloutPlan, Truth, World, psnr, roll_out, squared_error, ssim,
+};
 use crate::{
     Result,
     bench::{median, wait},
@@ -46,6 +50,9 @@ pub struct WorldPoint {
     pub decoder_seconds: f64,
     /// Scales that layers take from frames, after the last frame.
     pub scales: Vec<LayerScales>,
+    /// The inspected frame.
+    #[serde(skip)]
+    pub inspected: Option<Inspected>,
 }
 
 /// The scales of all heads of a side, in a layer that takes them from frames.
@@ -135,9 +142,14 @@ pub fn compare_bytes(
     let velocities = 4 * played.min(PREDICTED as u64) * latents * float;
     // The residual stream, queries, keys, values, and the MLP of four times that width.
     let pass = 12 * tokens * config.d_model as u64 * float;
-    // The cache of the games, and the cache of the predictions.
+    // The keys of the first game, which an inspected frame needs.
+    let keys = plan.inspect.map_or(0, |frame| {
+        (frame as u64 + 1).saturating_mul(tokens * config.d_model as u64 * float)
+    });
+    let keys = keys.saturating_mul(config.n_layers as u64);
     let of_games = pictures.saturating_mul(picture).saturating_add(velocities + pass);
-    Ok(games.saturating_mul(of_games).saturating_add(2 * largest))
+    // The cache of the games, and the cache of the predictions.
+    Ok(games.saturating_mul(of_games).saturating_add(2 * largest).saturating_add(keys))
 }
 
 /// Returns the mean of some numbers.
@@ -181,8 +193,14 @@ pub fn compare<T: Target>(
         };
         let progress = |cache: &WorldCache| progress(&name, cache);
         let rollout = roll_out(world, truth, plan, formats, device, progress)?;
-        let velocities = velocities(world, truth, plan, formats, device)?;
-        let [attention, store] = cache_times(device, world, &rollout.cache)?;
+        let velocities = {
+            let _phase = trace_span!(target: PHASE, "predict", cache = %name).entered();
+            velocities(world, truth, plan, formats, device)?
+        };
+        let [attention, store] = {
+            let _phase = trace_span!(target: PHASE, "time", cache = %name).entered();
+            cache_times(device, world, &rollout.cache)?
+        };
         let (frames, exact) =
             twin.get_or_insert_with(|| (rollout.frames.clone(), velocities.clone()));
         let bytes = world.model.new_cache_with(formats, plan.rings, 1, device)?;
@@ -211,6 +229,7 @@ pub fn compare<T: Target>(
             store_seconds: store,
             decoder_seconds: seconds(rollout.decoder),
             scales: LayerScales::of(&rollout.cache),
+            inspected: rollout.inspected.clone(),
         };
         let Rollout { frames, .. } = &rollout;
         on_point(point, frames)?;
@@ -222,7 +241,7 @@ pub fn compare<T: Target>(
 const PREDICTED: usize = 64;
 
 /// Returns the model's predictions for noise and for noisy true frames that follow true frames.
-fn velocities(
+pub(super) fn velocities(
     world: &World,
     truth: &Truth,
     plan: &RolloutPlan,
@@ -250,7 +269,7 @@ fn velocities(
 }
 
 /// Returns the relative difference of two lists of tensors.
-fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
+pub(super) fn difference(a: &[Tensor<5>], b: &[Tensor<5>]) -> f64 {
     let squares = |x: Tensor<5>| f64::from(x.square().sum().into_scalar::<f32>());
     let pairs = a.iter().zip(b);
     let apart: f64 = pairs.map(|(a, b)| squares(a.clone() - b.clone())).sum();

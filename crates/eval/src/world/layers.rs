@@ -27,7 +27,13 @@ pub struct LayerCaches {
 impl Default for LayerCaches {
     /// Float in all layers.
     fn default() -> Self {
-        Self { cache: KvCacheConfig::float().into(), last: Sides::default() }
+        ModelCacheConfig::from(KvCacheConfig::float()).into()
+    }
+}
+
+impl From<ModelCacheConfig> for LayerCaches {
+    fn from(cache: ModelCacheConfig) -> Self {
+        Self { cache, last: Sides::default() }
     }
 }
 
@@ -78,7 +84,7 @@ impl FromStr for LayerCaches {
 
     fn from_str(text: &str) -> Result<Self> {
         let Some((cache, last)) = text.split_once('@') else {
-            return Ok(Self { cache: ModelCacheConfig::find(text)?, last: Sides::default() });
+            return Ok(ModelCacheConfig::find(text)?.into());
         };
         let last = last_layers(last).ok_or_else(|| {
             let rule =

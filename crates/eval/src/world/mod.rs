@@ -1,9 +1,11 @@
 //! Evaluation of world models in a game whose true frames are known.
 
 mod compare;
+mod inspect;
 mod layers;
 mod quality;
 mod rollout;
+mod search;
 
 use std::{fs, path::Path};
 
@@ -14,9 +16,11 @@ use kv_world_model::{Controls, GameRft};
 use serde::{Deserialize, Serialize};
 
 pub use compare::{LayerScales, WorldPoint, compare, compare_bytes, mean};
+pub use inspect::{Inspected, InspectedLayer, POWERS, magnitudes};
 pub use layers::LayerCaches;
 pub use quality::{MOST_DB, decibels, psnr, squared_error, ssim};
 pub use rollout::{Rollout, RolloutPlan, roll_out};
+pub use search::{WorldFound, WorldSearch, WorldSensitivity, search};
 
 use crate::{Error, Result};
 

@@ -4,10 +4,12 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 use kv_cubecl::KvCacheConfig;
+use kv_models::spans::PHASE;
 use kv_world::Frame;
 use kv_world_model::{CausvidPipeline, Rings, WorldCache};
+use tracing::trace_span;
 
-use super::{Truth, World};
+use super::{Inspected, Truth, World, inspect::Inspector};
 use crate::{Error, Result};
 
 /// Settings of a rollout.
@@ -19,6 +21,27 @@ pub struct RolloutPlan {
     pub rings: Rings,
     /// Seed of the noise.
     pub seed: u64,
+    /// The frame to inspect, counted from 0 with the true ones; `None` for none.
+    pub inspect: Option<usize>,
+}
+
+impl RolloutPlan {
+    /// Checks the plan for games of `frames` frames, true ones included.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] without a context or a frame after it, and for an inspected frame that is
+    /// none of them.
+    pub fn check(&self, frames: usize) -> Result<()> {
+        if self.context == 0 || self.context >= frames {
+            let rule = format!("must be at least 1 and below the {frames} available frames");
+            return Err(Error::plan("context", self.context, rule));
+        }
+        if let Some(frame) = self.inspect.filter(|&frame| frame >= frames) {
+            let rule = format!("must be below {frames}, the number of frames with the true ones");
+            return Err(Error::plan("inspect-frame", frame, rule));
+        }
+        Ok(())
+    }
 }
 
 /// Frames that a model generated.
@@ -32,13 +55,15 @@ pub struct Rollout {
     pub decoder: Duration,
     /// The caches at the end.
     pub cache: WorldCache,
+    /// The inspected frame.
+    pub inspected: Option<Inspected>,
 }
 
 /// Lets a model continue the first frames of `truth` with the controls of the other frames. The
 /// caches have `formats` by layer. `progress` is called with the cache after every frame.
 ///
 /// # Errors
-/// [`Error::Plan`] without a context or a frame after it, and the errors of caches and model.
+/// Fails as [`RolloutPlan::check`] does, and with the errors of caches and model.
 pub fn roll_out(
     world: &World,
     truth: &Truth,
@@ -48,16 +73,23 @@ pub fn roll_out(
     mut progress: impl FnMut(&WorldCache),
 ) -> Result<Rollout> {
     let frames = truth.frames.len();
-    if plan.context == 0 || plan.context >= frames {
-        let rule = format!("must be at least 1 and below the {frames} available frames");
-        return Err(Error::plan("context", plan.context, rule));
-    }
+    plan.check(frames)?;
     let batch = truth.frames[0].len();
     let cache = world.model.new_cache_with(formats, plan.rings, batch, device)?;
     let mut pipeline = CausvidPipeline::new(world.model.clone(), cache, plan.seed)?;
+    let mut inspector = plan.inspect.map(Inspector::new);
+    if inspector.is_some() {
+        pipeline = pipeline.with_traces();
+    }
+    let mut inspect = |pipeline: &CausvidPipeline| match &mut inspector {
+        Some(inspector) => inspector.see(pipeline.traces(), pipeline.cache().layers()),
+        None => Ok(()),
+    };
     for i in 0..plan.context {
+        let _phase = trace_span!(target: PHASE, "see", n = i).entered();
         let latents = world.latents(&truth.frames[i], device);
         pipeline.see(latents, &truth.controls(i, device)?)?;
+        inspect(&pipeline)?;
         progress(pipeline.cache());
     }
     let (mut model, mut decoder) = (Duration::ZERO, Duration::ZERO);
@@ -65,15 +97,22 @@ pub fn roll_out(
     for i in plan.context..frames {
         let controls = truth.controls(i, device)?;
         let start = Instant::now();
-        let latents = pipeline.next_frame(&controls)?;
-        let data = latents.into_data();
+        let data = {
+            let _phase = trace_span!(target: PHASE, "frame", n = i).entered();
+            pipeline.next_frame(&controls)?.into_data()
+        };
         model += start.elapsed();
         let start = Instant::now();
-        shown.push(world.frames(burn::tensor::Tensor::from_data(data, device))?);
+        {
+            let _phase = trace_span!(target: PHASE, "picture", n = i).entered();
+            shown.push(world.frames(burn::tensor::Tensor::from_data(data, device))?);
+        }
         decoder += start.elapsed();
+        inspect(&pipeline)?;
         progress(pipeline.cache());
     }
     let n = (frames - plan.context) as u32;
     let cache = pipeline.cache().clone();
-    Ok(Rollout { frames: shown, model: model / n, decoder: decoder / n, cache })
+    let inspected = inspector.and_then(|inspector| inspector.found);
+    Ok(Rollout { frames: shown, model: model / n, decoder: decoder / n, cache, inspected })
 }

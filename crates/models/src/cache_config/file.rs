@@ -146,6 +146,8 @@ struct RuleFields {
     #[serde(skip_serializing_if = "Option::is_none")]
     attention: Option<AttentionKind>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    key_bias: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     side: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<Cache>,
@@ -176,7 +178,8 @@ struct OneCache {
 impl From<&LayerRule> for RuleFields {
     fn from(rule: &LayerRule) -> Self {
         let layers = (!rule.layers.is_all()).then(|| rule.layers.to_string());
-        let rest = Self { layers, attention: rule.attention, ..Self::default() };
+        let LayerRule { attention, key_bias, .. } = *rule;
+        let rest = Self { layers, attention, key_bias, ..Self::default() };
         match rule.stores {
             Stores::Cache(cache) => {
                 let name = cache.to_string();
@@ -224,7 +227,7 @@ impl ModelCacheConfig {
         };
         let float_layers = match rest {
             [] => BTreeSet::new(),
-            [rule] if rule.is_float() && rule.attention.is_none() => {
+            [rule] if rule.is_float() && rule.is_for_any_kind() => {
                 // Reading sorts the layers and removes duplicates, so only such lists have this
                 // form.
                 let numbers = rule.layers.numbers()?;
@@ -335,6 +338,7 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
         }
     };
     let attention = optional(&mut fields, "attention")?;
+    let key_bias = optional(&mut fields, "key_bias")?;
     let stores = match stored_field(&fields)? {
         "cache" => Stores::Cache(named_cache(fields.remove("cache").unwrap_or_default())?),
         "format" => format_of(&mut fields)?,
@@ -353,7 +357,7 @@ fn rule_of(value: Value) -> Result<LayerRule, WrongField> {
         }
     }
     none_left(fields)?;
-    Ok(LayerRule { layers, attention, stores })
+    Ok(LayerRule { layers, attention, key_bias, stores })
 }
 
 /// Returns the field that contains what a rule stores. A rule has exactly one: the order of two

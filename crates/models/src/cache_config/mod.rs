@@ -9,7 +9,7 @@ mod text;
 
 use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
-use self::rule::Place;
+use self::rule::{Kind, Place};
 pub use self::{
     file::KV_CACHE_FILE,
     layers::Layers,
@@ -184,8 +184,8 @@ impl ModelCacheConfig {
         }
     }
 
-    /// Returns the caches of `n_layers` layers with one kind of attention and no sliding window of
-    /// their own, before they are [staggered](KvCacheConfig::stagger).
+    /// Returns the caches of `n_layers` layers with one kind of attention, no sliding window of
+    /// their own and no bias of keys, before they are [staggered](KvCacheConfig::stagger).
     ///
     /// # Errors
     /// Fails with [`Error::Rule`] for a rule with a layer that the model does not have.
@@ -193,7 +193,7 @@ impl ModelCacheConfig {
         for i in 0..self.rules.len() {
             self.check_rule(i, n_layers)?;
         }
-        let place = |index| Place { index, of: n_layers, attention: None };
+        let place = |index| Place { index, of: n_layers, kind: Kind::default() };
         Ok((0..n_layers).map(|layer| self.ruled(place(layer))).collect())
     }
 
@@ -259,16 +259,19 @@ impl ModelCacheConfig {
     pub fn candidates(&self) -> Vec<KvCacheConfig> {
         // A layer is of one kind, so it never has the rules for two of them.
         let kinds = [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)];
-        let mut all = kinds.into_iter().flat_map(|kind| self.candidates_of(kind)).collect();
+        let kinds = kinds.into_iter().flat_map(|attention| {
+            [false, true].map(|key_bias| self.candidates_of(Kind { attention, key_bias }))
+        });
+        let mut all = kinds.flatten().collect();
         keep_first(&mut all);
         all.into_iter().map(|cache| cache.with_capacity(self.capacity)).collect()
     }
 
     /// Returns all caches that the rules can give a layer of this kind, before the capacity is set.
-    fn candidates_of(&self, kind: Option<AttentionKind>) -> Vec<KvCacheConfig> {
+    fn candidates_of(&self, kind: Kind) -> Vec<KvCacheConfig> {
         let mut all = vec![KvCacheConfig::float()];
         for rule in &self.rules {
-            if rule.attention.is_some() && rule.attention != kind {
+            if !rule.is_for_kind(kind) {
                 continue;
             }
             let after: Vec<_> = all.iter().map(|cache| rule.stores.after(*cache)).collect();

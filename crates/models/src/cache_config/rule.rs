@@ -14,6 +14,8 @@ pub struct LayerRule {
     pub layers: Layers,
     /// The attention that these layers must have; `None` for any.
     pub attention: Option<AttentionKind>,
+    /// Whether their projections of keys must have a bias, or must have none; `None` for any.
+    pub key_bias: Option<bool>,
     /// The setting for their caches.
     pub stores: Stores,
 }
@@ -80,19 +82,28 @@ pub(super) struct Place {
     pub index: usize,
     /// The number of the model's layers.
     pub of: usize,
+    pub kind: Kind,
+}
+
+/// The properties of a layer, besides its number, that rules depend on.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Kind {
     pub attention: Option<AttentionKind>,
+    pub key_bias: bool,
 }
 
 impl Place {
     pub(super) fn new(model: &ModelSpec, index: usize) -> Self {
-        Self { index, of: model.layers.len(), attention: model.attention_kind(index) }
+        let key_bias = model.layers[index].key_bias;
+        let kind = Kind { attention: model.attention_kind(index), key_bias };
+        Self { index, of: model.layers.len(), kind }
     }
 }
 
 impl LayerRule {
     /// Creates a rule for some layers.
     pub fn new(layers: impl Into<Layers>, stores: Stores) -> Self {
-        Self { layers: layers.into(), attention: None, stores }
+        Self { layers: layers.into(), attention: None, key_bias: None, stores }
     }
 
     /// Limits the rule to layers with this attention.
@@ -101,21 +112,38 @@ impl LayerRule {
         Self { attention: Some(attention), ..self }
     }
 
+    /// Limits the rule to layers whose projections of keys have a bias, or to those without one.
+    #[must_use]
+    pub fn with_key_bias(self, key_bias: bool) -> Self {
+        Self { key_bias: Some(key_bias), ..self }
+    }
+
+    /// Returns whether the rule is for all kinds of layers.
+    pub(super) fn is_for_any_kind(&self) -> bool {
+        self.attention.is_none() && self.key_bias.is_none()
+    }
+
+    /// Returns whether the rule is for layers of this kind.
+    pub(super) fn is_for_kind(&self, kind: Kind) -> bool {
+        self.attention.is_none_or(|attention| kind.attention == Some(attention))
+            && self.key_bias.is_none_or(|key_bias| kind.key_bias == key_bias)
+    }
+
     /// Returns whether the rule is for all layers of any model.
     pub(super) fn is_for_all(&self) -> bool {
-        self.layers.is_all() && self.attention.is_none()
+        self.layers.is_all() && self.is_for_any_kind()
     }
 
     /// Returns whether the rule applies to a layer, in a policy written for `n_layers` or for any
     /// model.
     pub(super) fn is_for(&self, place: Place, n_layers: Option<usize>) -> bool {
-        let Place { index, of, attention } = place;
+        let Place { index, of, kind } = place;
         let (index, of) = match n_layers {
             None => (index, of),
             // The layer that contains the middle of this one.
             Some(n) => ((2 * index + 1) * n / (2 * of), n),
         };
-        (self.attention.is_none() || self.attention == attention) && self.layers.contains(index, of)
+        self.is_for_kind(kind) && self.layers.contains(index, of)
     }
 
     /// Returns whether all layers of the rule have their own sliding window, where sinks are not
@@ -150,6 +178,11 @@ impl fmt::Display for LayerRule {
             true if kind.is_empty() => write!(f, "all")?,
             true => write!(f, "{kind}layers")?,
             false => write!(f, "{kind}layers {}", self.layers)?,
+        }
+        match self.key_bias {
+            Some(true) => write!(f, " with a key bias")?,
+            Some(false) => write!(f, " without a key bias")?,
+            None => {}
         }
         write!(f, ": {}", self.stores)
     }

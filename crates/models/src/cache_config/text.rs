@@ -7,35 +7,38 @@ use kv_cubecl::KvCacheConfig;
 use super::{LayerRule, Layers, ModelCacheConfig, Stores, rule::Place};
 use crate::{
     error::{Error, Result},
-    spec::ModelSpec,
+    spec::{LayerSpec, ModelSpec},
 };
 
 impl ModelCacheConfig {
-    /// Returns a note for the user if layers of a model of `spec` with their own sliding window
-    /// ignore sinks or a longer window of the policy.
-    pub fn note(&self, spec: &ModelSpec) -> Option<String> {
-        let all = spec.layers.len();
-        let windowed = |asked: fn(KvCacheConfig, usize) -> bool| -> Vec<usize> {
+    /// Returns notes for the user on layers of a model of `spec` that ignore sinks or a longer
+    /// window of the policy, because they have their own sliding window, and on keys with a bias
+    /// that are stored in few bits after a Hadamard transform.
+    pub fn notes(&self, spec: &ModelSpec) -> Vec<String> {
+        type Asked = fn(&LayerSpec, KvCacheConfig) -> bool;
+        let sinks: Asked = |layer, cache| layer.sliding_window.is_some() && cache.sink_tokens > 0;
+        let longer: Asked = |layer, cache| {
+            layer.sliding_window.is_some_and(|own| cache.sliding_window.is_some_and(|it| it > own))
+        };
+        let biased: Asked =
+            |layer, cache| layer.key_bias && cache.uses_hadamard_keys() && cache.keys.n_bits() <= 4;
+        let note = |asked: Asked, rule| {
             let layers = spec.layers.iter().enumerate();
-            layers
-                .filter(|(i, layer)| {
-                    let cache = self.ruled(Place::new(spec, *i));
-                    layer.sliding_window.is_some_and(|own| asked(cache, own))
-                })
-                .map(|(i, _)| i)
-                .collect()
+            let asked =
+                |(i, layer): &(usize, &LayerSpec)| asked(layer, self.ruled(Place::new(spec, *i)));
+            let found: Vec<usize> = layers.filter(asked).map(|(i, _)| i).collect();
+            let (n, all) = (found.len(), spec.layers.len());
+            let layers = Layers::runs(found);
+            (n > 0).then(|| format!("{self}: {n} of {all} layers ({layers}) {rule}"))
         };
-        let sinks = windowed(|cache, _| cache.sink_tokens > 0);
-        let longer = windowed(|cache, own| cache.sliding_window.is_some_and(|it| it > own));
-        let (layers, rule) = match (sinks.is_empty(), longer.is_empty()) {
-            (true, true) => return None,
-            (true, false) => (longer, "keep no more tokens"),
-            (false, _) => (sinks, "keep no sinks"),
-        };
-        let (n, layers) = (layers.len(), Layers::runs(layers));
-        Some(format!(
-            "{self}: {n} of {all} layers ({layers}) have their own sliding window and {rule}"
-        ))
+        let windowed = note(sinks, "have their own sliding window and keep no sinks")
+            .or_else(|| note(longer, "have their own sliding window and keep no more tokens"));
+        let biased = note(
+            biased,
+            "have a bias in the projection of keys, which the Hadamard transform of keys spreads \
+             over all channels; keys without it (k2, k3, k4) lose far less",
+        );
+        windowed.into_iter().chain(biased).collect()
     }
 
     /// Lists the caches of a model of `spec`, equal layers together. Returns `None` if all layers
@@ -93,7 +96,7 @@ impl fmt::Display for ModelCacheConfig {
             }
         };
         for rule in rest {
-            match rule.is_float() && !rule.layers.is_all() && rule.attention.is_none() {
+            match rule.is_float() && !rule.layers.is_all() && rule.is_for_any_kind() {
                 true => write!(f, " float layers {}", rule.layers)?,
                 false => write!(f, "; {rule}")?,
             }

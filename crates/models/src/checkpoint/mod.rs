@@ -6,6 +6,7 @@ mod conv1d;
 mod dtype;
 mod entry;
 mod experts;
+mod head;
 mod kept;
 mod mapped;
 mod modules;

@@ -64,8 +64,9 @@ pub struct WeightBytes {
     /// The tensor with the largest single buffer, by its name in the files, and the bytes of that
     /// buffer. A packed tensor can be divided, so only one of its rows counts.
     pub largest: (String, usize),
-    /// Bytes in memory of the projection to the vocabulary, and the number of its elements.
-    pub head: (usize, usize),
+    /// Bytes in memory of the projection to the vocabulary, and its bytes in
+    /// [int4](crate::LoadOptions::head); `None` if it cannot be quantized as it is loaded.
+    pub head: (usize, Option<usize>),
     /// Bytes in memory of the token embedding and of one row; the first is 0 if a tied head reads
     /// all of it.
     pub looked_up: (usize, usize),

@@ -40,6 +40,7 @@ impl Weights {
     pub(super) fn finish_outline(&mut self) -> Result<()> {
         let model = self.outline.as_mut().and_then(|outline| outline.model.take());
         let Some((names, spec)) = model else { return Ok(()) };
+        self.find_head(names)?;
         let weights = self.sizes(names);
         self.watcher.begin(&Planned::new(&spec, &weights, self.cache.as_ref()))
     }

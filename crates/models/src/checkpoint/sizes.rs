@@ -42,7 +42,7 @@ impl Weights {
                 sizes.largest = (entry.name.clone(), unsplit);
             }
             if name == if has_head { names.head } else { names.embedding } {
-                sizes.head = (bytes, shape.iter().product());
+                sizes.head = (bytes, self.int4_head(entry));
             }
             if name == names.embedding {
                 // A tied head reads the whole embedding.
@@ -84,7 +84,8 @@ impl Weights {
 
     /// Returns the size of a tensor, with or without packed weights.
     fn in_memory(&self, names: &Names, name: &str, entry: &Entry, packed: bool) -> InMemory {
-        if let Some(layout) = self.planned_layout(names, name, entry).filter(|_| packed) {
+        let planned = || self.planned_layout(names, name, entry).filter(|_| packed);
+        if let Some(layout) = self.head_layout(name, entry).or_else(planned) {
             let kind = layout.format().name().to_string();
             return InMemory { kind, bytes: layout.bytes(), packed: true };
         }

@@ -16,6 +16,7 @@ use kv_weights::{Activations, WeightFormat};
 use super::{
     byte_float::ByteFloat,
     entry::{Blocks, Entry, split_pairs},
+    head::Head,
     kept::Kept,
     mapped::Stored,
     observer::{Planned, Watcher},
@@ -53,6 +54,8 @@ pub struct Weights {
     /// The precision of activations with packed weights; `None` if all weights are restored.
     pub(super) packed: Option<Activations>,
     pub(super) kept: Kept,
+    /// The format in which a head of floats is packed.
+    pub(super) head: Option<Head>,
     /// The planned format of matrices; it replaces the stored one in sizes.
     pub(crate) planned: Option<WeightFormat>,
     /// The most bytes of a buffer of packed weights, if less than the device allows.
@@ -95,6 +98,7 @@ impl Weights {
             notes: vec![],
             packed: None,
             kept: Kept::default(),
+            head: None,
             planned: None,
             largest_buffer: None,
             watcher: Watcher::default(),
@@ -178,6 +182,7 @@ impl Weights {
         if tied_head {
             self.forget_copy(names.head, names.embedding)?;
         }
+        self.find_head(names)?;
         let weights = self.sizes(names);
         self.watcher.begin(&Planned::new(spec, &weights, self.cache.as_ref()))
     }
@@ -298,6 +303,11 @@ impl Weights {
     pub(super) fn matrix(&mut self, parts: &[(String, usize)], columns: usize) -> Result<Matrix> {
         if self.is_outline() {
             return Ok(self.list_joined::<2>(parts, &[columns])?.into());
+        }
+        if let [(name, rows)] = parts
+            && let Some(format) = self.quantized_head(name)
+        {
+            return self.take_head(name, format, [*rows, columns]);
         }
         if let Some(matrix) = self.take_packed(parts, columns)? {
             return Ok(matrix);

@@ -233,7 +233,8 @@ impl<'a> DecodeGraph<'a> {
     }
 
     fn replay(&mut self) {
-        let _span = trace_span!(target: OPERATION, REPLAY).entered();
+        let tokens = || self.bound.borrow().cache.batch() as u64;
+        let _span = trace_span!(target: OPERATION, REPLAY, tokens = tokens()).entered();
         // SAFETY: all buffers of the step are in `bound` or in the graph and live as long as
         // `self`. As `self` is not `Send`, this is the thread that captured the graph, and all work
         // is in order on one stream.

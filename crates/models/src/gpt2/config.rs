@@ -140,7 +140,7 @@ impl DecoderConfig for Config {
 
     fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, n_heads, .. } = *self;
-        let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads);
+        let layer = LayerSpec::new(n_heads, n_heads, hidden_size / n_heads).with_key_bias(true);
         ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer)
     }
 

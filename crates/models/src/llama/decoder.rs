@@ -84,7 +84,8 @@ impl DecoderConfig for Config {
         let layer = |i: usize| {
             let window = attention.sliding_window.filter(|_| !self.full_layers.contains(&i));
             let rope = (!self.layers_without_rope.contains(&i)).then_some(0);
-            attention.with_sliding_window(window).with_rope(rope)
+            let layer = attention.with_sliding_window(window).with_rope(rope);
+            layer.with_key_bias(self.qkv_bias)
         };
         let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
         let layers = (0..n_layers).map(layer).collect();

@@ -67,6 +67,10 @@ pub struct LoadOptions {
     /// The most bytes of a buffer. Larger packed matrices are divided into several with neighboring
     /// rows. `None` uses the limit of the device.
     pub largest_buffer: Option<u64>,
+    /// The format to which the head of a language model is quantized as it is loaded: int4, int8 or
+    /// MXFP4. A head that is not stored as floats is refused. A tied head is also the embedding.
+    /// `None` keeps it as stored.
+    pub head: Option<WeightFormat>,
     /// The format in which an [`outline`] counts matrices, as if
     /// [`save_quantized`](crate::save_quantized) had written them. Matrices whose rows are not
     /// whole blocks are unchanged. A load ignores this option.
@@ -76,7 +80,8 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     /// Restores all weights to f32.
     fn default() -> Self {
-        Self { dtype: WeightDtype::F32, packed: None, largest_buffer: None, planned: None }
+        let dtype = WeightDtype::F32;
+        Self { dtype, packed: None, largest_buffer: None, head: None, planned: None }
     }
 }
 
@@ -99,6 +104,12 @@ impl LoadOptions {
         Self { largest_buffer, ..self }
     }
 
+    /// Sets the format to which the head is quantized.
+    #[must_use]
+    pub fn with_head(self, head: Option<WeightFormat>) -> Self {
+        Self { head, ..self }
+    }
+
     /// Sets the format in which an [`outline`] counts matrices.
     #[must_use]
     pub fn with_planned(self, planned: Option<WeightFormat>) -> Self {
@@ -108,6 +119,7 @@ impl LoadOptions {
     fn apply(self, weights: &mut Weights) -> Result<()> {
         weights.set_dtype(self.dtype)?;
         weights.set_packed(self.packed)?;
+        weights.set_head(self.head)?;
         weights.largest_buffer = self.largest_buffer;
         weights.planned = self.planned;
         Ok(())

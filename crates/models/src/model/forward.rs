@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use kv_cubecl::FakeQuantOptions;
-use tracing::trace_span;
+use tracing::{span::EnteredSpan, trace_span};
 
 use super::LanguageModel;
 use crate::{
@@ -165,15 +165,21 @@ impl LanguageModel {
         self.logits(ids, Pass::At { cache, position })
     }
 
+    /// Enters the operation of the head, until the end of the scope.
+    fn reading_head(&self) -> EnteredSpan {
+        let bytes = || self.decoder().head_weight().bytes() as u64;
+        trace_span!(target: OPERATION, "head", bytes = bytes()).entered()
+    }
+
     fn pass(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let _span = trace_span!(target: PASS, "pass").entered();
+        let _span = trace_span!(target: PASS, "pass", tokens = tokens(&ids)).entered();
         self.decoder().hidden(ids, pass)
     }
 
     fn logits(&self, ids: Tensor<2, Int>, pass: Pass<'_>) -> Result<Tensor<3>> {
-        let states =
-            trace_span!(target: PASS, "pass").in_scope(|| self.decoder().states(ids, pass))?;
-        let _span = trace_span!(target: OPERATION, "head").entered();
+        let states = trace_span!(target: PASS, "pass", tokens = tokens(&ids))
+            .in_scope(|| self.decoder().states(ids, pass))?;
+        let _span = self.reading_head();
         Ok(self.decoder().logits(states).cast(DType::F32))
     }
 
@@ -184,7 +190,7 @@ impl LanguageModel {
     /// - output: `[batch, seq, vocab]` in f32, with values rounded to the model's type as in the
     ///   transformers library
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
-        let _span = trace_span!(target: OPERATION, "head").entered();
+        let _span = self.reading_head();
         self.decoder().head_weight().project(hidden).cast(DType::F32)
     }
 
@@ -227,4 +233,9 @@ impl LanguageModel {
         }
         Ok(largest)
     }
+}
+
+/// Returns the number of tokens of all sequences.
+fn tokens(ids: &Tensor<2, Int>) -> u64 {
+    ids.shape().num_elements() as u64
 }

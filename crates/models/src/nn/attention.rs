@@ -7,7 +7,7 @@ use kv_cubecl::{
     AttentionOptions, KvMemory, RopeTable,
     sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
-use tracing::trace_span;
+use tracing::{span::EnteredSpan, trace_span};
 
 use super::rope::RopeRows;
 use crate::{
@@ -241,6 +241,20 @@ impl<'a> Memory<'a> {
         })
     }
 
+    /// Enters the operation that attends with `seq` new tokens, until the end of the scope. Its
+    /// bytes are the cache with these tokens, each once, as if all sequences were as long as the
+    /// longest.
+    fn attending(&self, seq: usize) -> EnteredSpan {
+        let bytes = || match &self.stored {
+            Stored::Kv(KvMemory::Cached(cache) | KvMemory::Ragged(cache, _)) => {
+                let most = cache.lens().iter().copied().max().unwrap_or(0);
+                cache.layout().bytes_read((most + seq).min(cache.capacity()))
+            }
+            Stored::Kv(_) | Stored::Sparse(_) => 0,
+        };
+        trace_span!(target: OPERATION, "attend", bytes = bytes() as u64).entered()
+    }
+
     /// Attends causally to the tokens in memory and to the new ones.
     ///
     /// # Shapes
@@ -252,7 +266,7 @@ impl<'a> Memory<'a> {
     /// Fails as the cache does, if its configuration does not fit the head or its capacity is
     /// exceeded, and for a layer with sparse attention.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
-        let _span = trace_span!(target: OPERATION, "attend").entered();
+        let _span = self.attending(q.dims()[2]);
         let Self { stored, sink_logits, observer } = self;
         let kv = stored.kv()?;
         let Some(Observer { layer, options, observe }) = observer else {
@@ -282,7 +296,7 @@ impl<'a> Memory<'a> {
         v: Tensor<4>,
         rope_table: &RopeTable,
     ) -> Result<Tensor<4>> {
-        let _span = trace_span!(target: OPERATION, "attend").entered();
+        let _span = self.attending(1);
         let kv = self.stored.kv()?;
         Ok(kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
     }

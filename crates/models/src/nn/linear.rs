@@ -9,7 +9,6 @@ use burn::{
 use kv_weights::{Fused, Gate};
 
 use super::{matrix::Matrix, norm::RmsNorm};
-use crate::spans;
 
 /// `x W^T + b` with `W` as `[d_output, d_input]`, the layout of Hugging Face and GGUF files.
 ///
@@ -31,7 +30,7 @@ impl Linear {
     /// - x: `[batch, seq, d_input]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let _span = spans::reading(self.weight.id());
+        let _span = self.weight.read();
         let y = self.weight.project(x);
         match &self.bias {
             Some(bias) => y + bias.val().unsqueeze(),
@@ -58,7 +57,7 @@ impl Linear {
     /// without an adapter, and `None` for others.
     pub(super) fn forward_gated(&self, x: &Tensor<3>, gate: Gate) -> Option<Tensor<3>> {
         self.weight.is_only_packed().then(|| {
-            let _span = spans::reading(self.weight.id());
+            let _span = self.weight.read();
             self.weight.project_fused(x, self.around().with_gate(gate))
         })
     }
@@ -73,7 +72,7 @@ impl Linear {
     /// Returns the products with the operations `around` them, if that is one launch.
     pub(super) fn fused(&self, x: &Tensor<3>, around: impl FnOnce() -> Fused) -> Option<Tensor<3>> {
         self.weight.fuses(x).then(|| {
-            let _span = spans::reading(self.weight.id());
+            let _span = self.weight.read();
             self.weight.project_fused(x, around())
         })
     }
@@ -93,7 +92,7 @@ impl Embedding {
     /// - ids: `[batch, seq]`
     /// - output: `[batch, seq, d_output]`
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
-        let _span = spans::reading(self.weight.id());
+        let _span = self.weight.read_rows(ids.dims().iter().product());
         self.weight.lookup(ids)
     }
 }

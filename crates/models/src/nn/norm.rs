@@ -47,7 +47,7 @@ impl RmsNorm {
     }
 
     fn over_last<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let _span = spans::reading(self.gamma.id);
+        let _span = spans::reading(self.gamma.id, || 0);
         #[cfg(feature = "flex")]
         {
             let shift = if self.plus_one { 1.0 } else { 0.0 };
@@ -118,7 +118,7 @@ impl LayerNorm {
     /// - x: `[batch, seq, width]`
     /// - output: `[batch, seq, width]`, in the type of x
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let _span = spans::reading(self.gamma.id);
+        let _span = spans::reading(self.gamma.id, || 0);
         let dtype = x.dtype();
         let wide = |param: &Param<Tensor<1>>| param.val().cast(DType::F32);
         let (gamma, beta) = (wide(&self.gamma), self.beta.as_ref().map(wide));

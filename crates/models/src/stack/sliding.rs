@@ -213,6 +213,7 @@ impl SlidingConfig {
     /// Describes the attention of a layer.
     pub(crate) fn layer(&self) -> LayerSpec {
         LayerSpec::new(self.n_heads, self.n_kv_heads, self.head_dim)
+            .with_key_bias(self.attention_bias)
     }
 
     /// Returns the names and row counts of the query, key and value projections.

@@ -329,14 +329,13 @@ fn a_configuration_from_code_is_checked() {
 }
 
 #[test]
-fn notes_name_layers_with_their_own_sliding_window() {
-    let note = |model: &str, cache: &str| {
+fn notes_name_layers_that_a_cache_does_not_suit() {
+    let notes = |model: &str, cache: &str| {
         let model = load(tiny(model), &device()).unwrap().model;
-        ModelCacheConfig::from(cache.parse::<KvCacheConfig>().unwrap()).note(model.spec())
+        ModelCacheConfig::from(cache.parse::<KvCacheConfig>().unwrap()).notes(model.spec())
     };
     let said = |model, cache, rest: &str| {
-        let note = note(model, cache).unwrap();
-        assert_eq!(note, format!("{cache}: {rest}"));
+        assert_eq!(notes(model, cache), [format!("{cache}: {rest}")]);
     };
     let rule = "2 of 4 layers (0,2) have their own sliding window and keep no sinks";
     said("gpt-oss-tiny", "k4v4-s4", rule);
@@ -345,9 +344,26 @@ fn notes_name_layers_with_their_own_sliding_window() {
         "k4v4-g16-r16-w100",
         "2 of 2 layers (0..2) have their own sliding window and keep no more tokens",
     );
-    assert_eq!(note("gpt-oss-tiny", "k4v4-g16-r16-w20"), None);
-    assert_eq!(note("gpt-oss-tiny", "k4v4"), None);
-    assert_eq!(note("llama-tiny", "k4v4-s4-w200"), None);
+    for cache in ["ktq2v2-hadv", "k2v2-hadk"] {
+        said(
+            "qwen2-tiny",
+            cache,
+            "2 of 2 layers (0..2) have a bias in the projection of keys, which the Hadamard \
+             transform of keys spreads over all channels; keys without it (k2, k3, k4) lose far \
+             less",
+        );
+        assert!(notes("qwen3-tiny", cache).is_empty());
+    }
+    assert_eq!(notes("gpt-oss-tiny", "k4v4-s4-hadk").len(), 2);
+    for (model, cache) in [
+        ("gpt-oss-tiny", "k4v4-g16-r16-w20"),
+        ("gpt-oss-tiny", "k4v4"),
+        ("llama-tiny", "k4v4-s4-w200"),
+        ("qwen2-tiny", "k2v2-hadv"),
+        ("qwen2-tiny", "kint8vint8-hadk"),
+    ] {
+        assert!(notes(model, cache).is_empty(), "{model}, {cache}");
+    }
 }
 
 /// A Hadamard transform folded into the weights gives the same outputs as one in the cache, except

@@ -5,8 +5,10 @@ use std::{cell::RefCell, path::Path, rc::Rc};
 
 use kv_models::{
     Advice, ConfigJson, Error, Footprint, LoadObserver, LoadOptions, Loaded, MemoryLimit, Planned,
-    Result, Shortage, Usage, WeightBytes, WeightDtype, kv_cubecl::KvCacheConfig,
-    kv_weights::Activations, load_observed, outline, outline_config,
+    Result, Shortage, Usage, WeightBytes, WeightDtype,
+    kv_cubecl::KvCacheConfig,
+    kv_weights::{Activations, GroupSize, WeightFormat},
+    load_observed, outline, outline_config,
 };
 use safetensors::Dtype;
 
@@ -71,6 +73,7 @@ fn planned_sizes_match_allocated_ones() {
             (&folder, LoadOptions::default()),
             (&folder, LoadOptions::default().with_dtype(WeightDtype::Bf16)),
             (&folder, packed),
+            (&folder, packed.with_head(Some(WeightFormat::Int4(GroupSize::G32)))),
             (&file, LoadOptions::default()),
             (&file, packed),
         ] {
@@ -91,7 +94,11 @@ fn planned_sizes_match_allocated_ones() {
                 "{at}: all bytes of the files are reported as read"
             );
             let [rows, columns] = model.decoder().head_weight().dims();
-            assert_eq!(events.weights.head.1, rows * columns, "{at}");
+            // Groups of 32 codes have 16 bytes of them and 4 of scale and zero.
+            let floats = options.dtype == WeightDtype::F32 && path != &file;
+            let floats = floats && options.head.is_none();
+            let int4 = floats.then_some(rows * columns / 32 * 20);
+            assert_eq!(events.weights.head.1, int4, "{at}");
         }
     }
 }
@@ -225,7 +232,20 @@ fn a_model_that_does_not_fit_is_rejected_with_valid_advice() {
     // The weights fit only with a smaller head.
     let head = load(&usage, usize::MAX).1;
     let found = shortage(load(&float(1), head.weights - 1000).0.unwrap_err());
-    assert!(matches!(found.advice[..], [Advice::Int4Head(_)]), "{:?}", found.advice);
+    let [Advice::Int4Head(saved)] = found.advice[..] else { panic!("{:?}", found.advice) };
+    assert!(found.to_string().contains("try --head int4 ("), "{found}");
+    // With it, the model fits into what is advised, and not into a byte less.
+    let int4 = LoadOptions::default().with_head(Some(WeightFormat::Int4(GroupSize::G32)));
+    let with_head = |limit: usize| {
+        let limit = MemoryLimit::new(Some(limit as u64), "a test");
+        watched(&path, int4, float(1), limit).0
+    };
+    let (_, needed) = load(&float(1), usize::MAX);
+    assert!(with_head(needed.total() - saved).is_ok());
+    assert!(with_head(needed.total() - saved - 1).is_err());
+    let small = with_head(usize::MAX).unwrap().model;
+    let whole = kv_models::load(&path, &device()).unwrap().model;
+    assert_eq!(whole.weight_bytes() - small.weight_bytes(), saved);
     let found = shortage(load(&usage, 1000).0.unwrap_err());
     assert_eq!(found.advice, []);
 
@@ -238,7 +258,7 @@ fn a_model_that_does_not_fit_is_rejected_with_valid_advice() {
         "(f32 ",
         "the float cache of 512 tokens",
         "activations",
-        "no shorter context, cheaper cache or head in 4 bits fits",
+        "no shorter context, cheaper cache or --head int4 fits",
     ] {
         assert!(text.contains(part), "{part} in {text}");
     }

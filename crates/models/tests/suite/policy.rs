@@ -143,6 +143,53 @@ fn later_rules_override_earlier_ones() {
     assert!(started.validate(model(5)).is_ok());
 }
 
+/// Rules by the bias of keys apply to the families that have one, and survive a file.
+#[test]
+fn rules_by_the_bias_of_keys() {
+    let policy = ModelCacheConfig::from_toml(
+        r#"
+        [[rules]]
+        cache = "k2v2"
+        [[rules]]
+        key_bias = true
+        side = "keys"
+        format = 4
+        [[rules]]
+        layers = "0"
+        key_bias = false
+        cache = "k8v8"
+        "#,
+    )
+    .unwrap();
+    assert_eq!(
+        policy.to_string(),
+        "k2v2; all with a key bias: keys as 4; layers 0 without a key bias: k8v8"
+    );
+    assert_eq!(ModelCacheConfig::from_toml(&policy.to_toml()).unwrap(), policy);
+    let json = serde_json::to_string(&policy).unwrap();
+    assert_eq!(serde_json::from_str::<ModelCacheConfig>(&json).unwrap(), policy);
+    for (folder, key_bias) in [
+        ("qwen2-tiny", true),
+        ("gpt2-tiny", true),
+        ("llama-tiny", false),
+        ("qwen3-tiny", false),
+        ("phi3-tiny", false),
+        ("gemma3-tiny", false),
+        ("gpt-oss-tiny", true),
+    ] {
+        let model = load(tiny(folder), &device()).unwrap().model;
+        let of_layer = |i| policy.layer(model.spec(), i).with_sliding_window(None).to_string();
+        let expected = if key_bias { ["k4v2", "k4v2"] } else { ["k8v8", "k2v2"] };
+        assert_eq!([of_layer(0), of_layer(1)], expected, "{folder}");
+    }
+    // A model without kinds of attention never has the caches of both.
+    let caches: Vec<String> = policy.candidates().iter().map(|cache| cache.to_string()).collect();
+    assert_eq!(caches, ["k2v2", "k8v8", "k4v2"]);
+    let error = ModelCacheConfig::from_toml("[[rules]]\ncache = \"k2v2\"\nkey_bias = 1\n");
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("rules[0].key_bias = 1: ") && !error.contains('\n'), "{error}");
+}
+
 /// A start equals the sinks of a short name, in attention and in memory.
 #[test]
 fn a_start_equals_sinks() {
@@ -258,10 +305,10 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
     some.validate(model(4)).unwrap();
     let note = "k4v4; layers 0..3: from token 64 on: 1 of 4 layers (1) have their own sliding \
                 window and keep no sinks";
-    assert_eq!(some.note(&model(4)).unwrap(), note);
+    assert_eq!(some.notes(&model(4)), [note]);
     let none = base().with_start(1, 0);
     none.validate(model(4)).unwrap();
-    assert_eq!(none.note(&model(4)), None);
+    assert!(none.notes(&model(4)).is_empty());
 }
 
 /// A policy that mixes layers, sides and sliding windows gives the same logits streamed and in
@@ -347,23 +394,32 @@ fn presets_are_listed_in_full() {
     let layer = |i| if i % 6 == 5 { global } else { global.with_sliding_window(window) };
     let gemma = ModelSpec::new(1000, 640, 32_768, (0..18).map(layer).collect());
     let (eight, clipped) = ("kint8vint8-f16", "k2v2-g64-r64-s4-gflush-hadv-clip-f16");
-    let [k4, k3] = ["k4", "k3"].map(|keys| format!("{keys}v2-g64-r64-s4-gflush-hadv-vc215-f16"));
+    let k3 = "k3v2-g64-r64-s4-gflush-hadv-vc215-f16";
     for (name, windowed, globals) in [
         ("safe", eight, [eight; 3]),
-        ("balanced", "k4v4-r32-gflush-hadv-f16", [&k4, &k4, &k3]),
-        ("small", "k4v3-r32-gflush-hadv-f16", [clipped, &k3, clipped]),
+        ("balanced", "k4v4-r32-gflush-hadv-f16", ["k4vvn2-g64-s4-hadv-f16"; 3]),
+        ("small", "k4v3-r32-gflush-hadv-f16", [clipped, k3, clipped]),
     ] {
         let preset = ModelCacheConfig::preset(name).unwrap().unwrap();
         (1..40).for_each(|n| preset.validate(model(n)).unwrap());
         preset.validate(&gemma).unwrap();
         let caches: Vec<String> = preset.layers(&gemma).map(|cache| cache.to_string()).collect();
         assert_eq!([&caches[5], &caches[11], &caches[17]], globals, "{name}");
-        assert_eq!(preset.note(&gemma), None);
+        assert!(preset.notes(&gemma).is_empty());
         for i in (0..18).filter(|i| i % 6 != 5) {
             let without_window = caches[i].replace("-w512", "");
             assert_eq!(without_window, windowed, "{name}, layer {i}");
         }
     }
+    // Qwen2.5-0.5B: no Hadamard transform or tile meets keys with a large bias.
+    let biased = LayerSpec::new(14, 2, 64).with_key_bias(true);
+    let qwen = ModelSpec::uniform(1000, 896, 32_768, 24, biased);
+    let small = ModelCacheConfig::preset("small").unwrap().unwrap();
+    for (i, cache) in small.layers(&qwen).enumerate() {
+        let expected = if (3..9).contains(&i) { clipped } else { k3 };
+        assert_eq!(cache.to_string(), expected, "layer {i}");
+    }
+    assert!(small.notes(&qwen).is_empty());
     assert!(ModelCacheConfig::preset("Safe").is_none());
     let error = ModelCacheConfig::find("saf").unwrap_err().to_string();
     assert!(error.contains("did you mean safe?") && !error.contains('\n'), "{error}");

@@ -85,8 +85,13 @@ fn policies() -> impl Strategy<Value = ModelCacheConfig> {
     let texts = ["..", "0", "0,29", "3,1", "-1", "..4", "-4..", "2..-2", "7..9,0"];
     let layers = prop::sample::select(texts.to_vec()).prop_map(layers);
     let kinds = [None, Some(AttentionKind::Global), Some(AttentionKind::Sliding)];
-    let rule = (layers, prop::sample::select(kinds.to_vec()), stores)
-        .prop_map(|(layers, attention, stores)| LayerRule { layers, attention, stores });
+    let rule = (layers, prop::sample::select(kinds.to_vec()), any::<Option<bool>>(), stores)
+        .prop_map(|(layers, attention, key_bias, stores)| LayerRule {
+            layers,
+            attention,
+            key_bias,
+            stores,
+        });
     let name = prop_oneof![Just(None), "[a-z][a-z0-9._-]{0,12}".prop_map(Some)];
     let n_layers = prop::option::of(1..100usize);
     (prop::collection::vec(rule, 1..5), name, n_layers, 1..100_000usize).prop_filter_map(

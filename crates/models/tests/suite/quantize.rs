@@ -281,3 +281,52 @@ fn damaged_weights_are_named() {
     let error = load(other.path(), &device()).unwrap_err().to_string();
     assert_contains(&error, &["compressed-tensors", "float-quantized"]);
 }
+
+/// A head that is quantized as it is loaded has the numbers of the reference, and all other tensors
+/// are unchanged.
+#[test]
+fn a_head_is_quantized_as_it_is_loaded() {
+    let how = Quantize::default().with_range(Range::LeastError);
+    let scratch = tempfile::tempdir().unwrap();
+    for name in TINY {
+        let plain = load(tiny(name), &device()).unwrap().model;
+        let before = tensors(&plain);
+        let is_tied = !before.keys().any(|name| name.contains("lm_head"));
+        for format in [INT4, INT8, MXFP4] {
+            let options = LoadOptions::default().with_head(Some(format));
+            let model = load_with(tiny(name), &device(), options).unwrap().model;
+            assert!(model.is_packed(), "{name} {format}");
+            let head = if is_tied { ["embed_tokens", "wte"] } else { ["lm_head"; 2] };
+            let after = tensors(&model);
+            assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+            for (tensor, (shape, values)) in &before {
+                let expected = match head.iter().any(|part| tensor.contains(part)) {
+                    true => rounded(values, [shape[0], shape[1]], format, how),
+                    false => values.clone(),
+                };
+                assert!(after[tensor].1 == expected, "{name} {format}: {tensor}");
+            }
+        }
+        // A head in blocks is not quantized again, which would lose twice.
+        let file = scratch.path().join(name).with_extension("gguf");
+        write_gguf(&tiny(name), &file, GgmlType::Q4_0, &[]);
+        let options = LoadOptions::default().with_head(Some(INT4));
+        let error = load_with(&file, &device(), options).unwrap_err().to_string();
+        assert_contains(&error, &["is stored as", "already, so the head cannot become int4"]);
+        assert!(!error.contains('\n'), "{error}");
+    }
+    for (options, wanted) in [
+        (
+            LoadOptions::default().with_head(Some(INT4)).with_dtype(WeightDtype::Bf16),
+            "needs dtype f32",
+        ),
+        (LoadOptions::default().with_head(Some(WeightFormat::Q4_0)), "only int4, int8 and mxfp4"),
+        (
+            LoadOptions::default().with_head(Some(WeightFormat::Int4(GroupSize::G128))),
+            "columns, which groups of 128 do not divide",
+        ),
+    ] {
+        let error = load_with(tiny("qwen2-tiny"), &device(), options).unwrap_err().to_string();
+        assert!(error.contains(wanted) && !error.contains('\n'), "{error}");
+    }
+}

@@ -124,7 +124,12 @@ impl TrainState<'_> {
         let mut world = self.world.clone();
         world.model = world.model.valid();
         let ring = Frames(self.config.frames as u64);
-        let plan = RolloutPlan { context: CONTEXT_FRAMES, rings: Rings::new(ring), seed: 0 };
+        let plan = RolloutPlan {
+            context: CONTEXT_FRAMES,
+            rings: Rings::new(ring),
+            seed: 0,
+            inspect: None,
+        };
         let device = self.device.clone().without_autodiff();
         let shown = roll_out(&world, truth, &plan, &self.formats, &device, |_| ())?.frames;
         let last = &truth.frames[CONTEXT_FRAMES - 1];

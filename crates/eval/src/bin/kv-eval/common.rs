@@ -17,7 +17,7 @@ use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, LoadOptions, ModelCacheConfig, ModelSpec, Tokenizer, WeightDtype, decimal_size,
-    kv_weights::{self, Activations},
+    kv_weights::{self, Activations, GroupSize, WeightFormat},
     tokenizer::Piece,
 };
 
@@ -44,6 +44,10 @@ pub(crate) struct ModelArgs {
     /// generation and benchmarks and are restored for perplexity.
     #[arg(long, value_enum)]
     pub(crate) weights: Option<Weights>,
+    /// Quantize the head to int4, int8 or mxfp4 as it is loaded, in groups of 32. The embedding is
+    /// the same matrix if they are tied. Only a head stored in f32, f16 or bf16 can be quantized.
+    #[arg(long, value_name = "FORMAT", value_parser = head_format)]
+    pub(crate) head: Option<WeightFormat>,
     /// Memory limit for weights, cache and activations, such as 8G or 512MiB. Default: the device's
     /// memory, or the free memory. A model that needs more is refused before it is loaded.
     #[arg(long, value_name = "SIZE")]
@@ -94,6 +98,16 @@ impl Weights {
     }
 }
 
+/// Parses the format of a head.
+pub(crate) fn head_format(name: &str) -> Result<WeightFormat, String> {
+    match name {
+        "int4" => Ok(WeightFormat::Int4(GroupSize::G32)),
+        "int8" => Ok(WeightFormat::Int8(GroupSize::G32)),
+        "mxfp4" => Ok(WeightFormat::Mxfp4),
+        _ => Err("must be int4, int8 or mxfp4".into()),
+    }
+}
+
 impl ModelArgs {
     pub(crate) fn memory_budget(&self, device: &Device) -> MemoryBudget {
         MemoryBudget::new(memory_limit(self.memory, device))
@@ -106,7 +120,8 @@ impl ModelArgs {
             Ok(()) if self.dtype == WeightDtype::F32 => default,
             _ => Weights::Restored,
         });
-        LoadOptions::default().with_dtype(self.dtype).with_packed(weights.activations())
+        let options = LoadOptions::default().with_dtype(self.dtype).with_head(self.head);
+        options.with_packed(weights.activations())
     }
 }
 
@@ -304,12 +319,16 @@ pub(crate) fn note_short_text(ids: &[u32], tokens: Option<usize>) {
     }
 }
 
-/// Prints the cache of each layer for caches that differ by layer.
+/// Prints notes on caches that do not suit layers of the model, and the cache of each layer for
+/// caches that differ by layer.
 pub(crate) fn note_policies<'a>(
     caches: impl IntoIterator<Item = &'a ModelCacheConfig>,
     spec: &ModelSpec,
 ) {
-    caches.into_iter().filter_map(|cache| cache.in_full(spec)).for_each(note);
+    for cache in caches {
+        cache.notes(spec).iter().for_each(note);
+        cache.in_full(spec).iter().for_each(note);
+    }
 }
 
 /// Checks that `needed` and `beside` bytes of memory are available, before any are allocated.

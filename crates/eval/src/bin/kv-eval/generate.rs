@@ -182,7 +182,6 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.clone().or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
-    chosen.note(model.spec()).iter().for_each(kv_cli::note);
     note_policies([&chosen], model.spec());
     // One cache serves the whole run, so its transform of values can be folded into the weights.
     let cache_name = chosen.to_string();

@@ -17,6 +17,7 @@ mod json;
 mod loading;
 mod needle;
 mod plan;
+mod policy_file;
 mod ppl;
 mod profile;
 mod search;

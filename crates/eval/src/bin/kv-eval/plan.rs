@@ -16,7 +16,10 @@ use kv_models::{
     outline,
 };
 
-use crate::json::{JsonArgs, show};
+use crate::{
+    common::head_format,
+    json::{JsonArgs, show},
+};
 
 /// Default context, unless the model has fewer positions.
 const CONTEXT: usize = 4096;
@@ -43,6 +46,9 @@ pub(crate) struct Args {
     /// that does not fit.
     #[arg(long, value_name = "WEIGHTS")]
     weights: Option<PlannedWeights>,
+    /// Plan for a head quantized to int4, int8 or mxfp4 as it is loaded.
+    #[arg(long, value_name = "FORMAT", value_parser = head_format)]
+    head: Option<WeightFormat>,
     /// Memory limit, such as 16G or 512MiB [default: the device's memory, or the free memory].
     #[arg(long, value_name = "SIZE")]
     memory: Option<MemorySize>,
@@ -152,7 +158,7 @@ impl Args {
             PlannedWeights::As(format) => (Some(Activations::Int16), Some(format)),
         };
         let options = LoadOptions::default().with_dtype(self.dtype).with_packed(packed);
-        let options = options.with_planned(planned);
+        let options = options.with_planned(planned).with_head(self.head);
         if let (Some(format), false) = (planned, self.dtype == WeightDtype::F32) {
             bail!("weights {format}: are multiplied in f32, not with --dtype {}", self.dtype);
         }

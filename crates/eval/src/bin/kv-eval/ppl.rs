@@ -97,7 +97,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         note(format_args!("comparing float with {cache}, from the model's {KV_CACHE_FILE}"));
         caches.push(cache);
     }
-    caches.iter().filter_map(|cache| cache.note(model.spec())).for_each(note);
     note_policies(&caches, model.spec());
     let mut plan =
         Plan::new(&model, args.mode, caches, ids, window, args.tokens)?.with_bos(&model, bos)?;

@@ -12,9 +12,14 @@ use anyhow::{Result, bail};
 use burn::tensor::Device;
 use kv_cli::{INTERRUPTED, OutFile, Screen, error_line, exit_on_interrupt, note, on_interrupt};
 use kv_cubecl::{On, Target};
-use kv_eval::{Versions, device_name};
+use kv_eval::{
+    Versions,
+    bench::{COPIED, copy_bandwidth},
+    device_name,
+};
 use kv_models::LanguageModel;
 use kv_profile::Recorder;
+use kv_world_model::GameRft;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProfileArgs {
@@ -23,6 +28,13 @@ pub(crate) struct ProfileArgs {
     #[arg(long, global = true, value_name = "FILE")]
     profile: Option<PathBuf>,
 }
+
+/// Tables that are also printed, and their rows.
+const TABLES: usize = 3;
+const ROWS: usize = 12;
+
+/// Number of copies that measure the rate of copies.
+const COPIES: usize = 5;
 
 #[must_use]
 pub(crate) struct Profile(Option<Shared>);
@@ -41,8 +53,13 @@ struct Recording {
 impl Recording {
     fn write(self) -> Result<()> {
         let Self { recorder, file, path, facts, .. } = self;
-        let page = recorder.finish("Where the time goes", facts).html();
-        file.write(page.as_bytes())?;
+        let timeline = recorder.finish("Where the time goes", facts);
+        file.write(timeline.html().as_bytes())?;
+        // An error is ignored, because standard error may be closed.
+        let _ = timeline.tables.iter().take(TABLES).try_for_each(|(name, table)| {
+            Screen::Error.line(format_args!("\n{name}"))?;
+            Screen::Error.print(table.first_rows(ROWS)).map(drop)
+        });
         note(format_args!("the profile is in {}", path.display()));
         Ok(())
     }
@@ -123,23 +140,38 @@ impl Profile {
 
     /// Records the device, and compares its clock with the host's.
     pub(crate) fn device<T: Target>(&mut self, device: &On<T>) -> Result<()> {
-        self.change(|Recording { recorder, facts, device: at, .. }| {
+        if self.0.is_none() {
+            return Ok(());
+        }
+        let rate = copy_bandwidth(device, COPIED, COPIES)?;
+        let of_device = |Recording { recorder, facts, device: at, .. }: &mut Recording| {
             *at = Some((**device).clone());
+            recorder.set_copy_rate(rate);
             facts.push(("backend".into(), T::NAME.into()));
             facts.push(("adapter".into(), device_name(device)));
+            facts.push(("copies".into(), format!("{:.2} GB/s", rate / 1e9)));
             Ok(recorder.calibrate(device)?)
-        })
-        .unwrap_or(Ok(()))
+        };
+        self.change(of_device).unwrap_or(Ok(()))
     }
 
     /// Records the model. Must be called before it runs.
     pub(crate) fn model(&mut self, model: &LanguageModel, name: &str) {
         self.change(|Recording { recorder, facts, .. }| {
-            recorder.name_operations(model);
+            recorder.name_operations(model.operation_names());
             let of_type = |(name, bytes)| format!("{:.1} MB of {name}", bytes as f64 / 1e6);
             let types: Vec<_> = model.weight_types().into_iter().map(of_type).collect();
             let (layers, types) = (model.n_layers(), types.join(", "));
             facts.push(("model".into(), format!("{name}: {layers} layers, {types}")));
+        });
+    }
+
+    /// Records the world model. Must be called before it runs.
+    pub(crate) fn world(&mut self, model: &GameRft) {
+        self.change(|Recording { recorder, facts, .. }| {
+            recorder.name_operations(model.operation_names());
+            let (layers, dtype) = (model.config().n_layers, model.dtype().name());
+            facts.push(("model".into(), format!("a world model of {layers} layers in {dtype}")));
         });
     }
 

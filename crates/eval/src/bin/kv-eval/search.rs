@@ -27,6 +27,7 @@ use crate::{
     common::{ModelArgs, Weights, note_policies},
     json::{JsonArgs, write_json},
     loading::MemoryRequest,
+    policy_file::PolicyFile,
     source::{self, Source},
 };
 
@@ -116,23 +117,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .writes("plot", args.plot.as_deref())
         .writes("json", args.json.path())
         .check()?;
-    if args.out.symlink_metadata().is_ok() {
-        bail!("out {}: already exists; remove it or name another file", args.out.display());
-    }
     dispatch!(args.on.backend, Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let interrupt = Interrupt::listen()?;
     let device = On::<T>::open()?;
-    let toml = match args.out.extension().and_then(|it| it.to_str()) {
-        Some("toml") => true,
-        Some("json") => false,
-        _ => bail!("out {}: must end in .toml or .json", args.out.display()),
-    };
     // An invalid name is refused before the search.
     ModelCacheConfig::from(args.base).with_name(&args.name)?;
-    let out = OutFile::open("out", &args.out)?;
+    let out = PolicyFile::open("out", &args.out)?;
     let plot = args.plot.as_ref().map(|path| OutFile::open("plot", path)).transpose()?;
     let (screen, json) = args.json.open()?;
 
@@ -162,10 +155,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let Some(found) = searched(&device, &model, &plan, &interrupt)? else { exit_interrupted() };
 
     // An output that cannot be written is reported after the others are written.
-    let written = match toml {
-        true => out.write(found.policy.to_toml().as_bytes()),
-        false => write_json(out, &found.policy),
-    };
+    let written = out.write(&found.policy);
     let plotted = plot.map_or(Ok(()), |file| file.write(found.chart().svg()?.as_bytes()));
     let json = json.map_or(Ok(()), |file| write_json(file, &found));
     screen.print(&found)?;

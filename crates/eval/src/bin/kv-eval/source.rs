@@ -56,7 +56,8 @@ pub(crate) fn load_model(
     let path = args.source.find()?;
     let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
     kv_cli::notes(&notes);
-    let name = args.source.name();
+    let head = args.head.map_or(String::new(), |format| format!(", head {format}"));
+    let name = format!("{}{head}", args.source.name());
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
         // A GPU never rounds activations, so the name leaves the rounding out.
         (_, Some(_)) if !Flex::hosts(device) => format!("{name}, packed"),

@@ -1,5 +1,8 @@
 //! `kv-eval world`.
 
+mod output;
+mod search;
+
 use std::{
     ops::Range,
     path::{Path, PathBuf},
@@ -8,32 +11,30 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use kv_cli::{
-    Backend, NamedFiles, OutFile, Plain, Screen, dispatch, exit_on_interrupt, note, open_folder,
-};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch, note, open_folder};
 use kv_cubecl::{Frames, On, Side, Target};
 use kv_eval::{
     device_name,
     world::{
         LayerCaches, LayerScales, RolloutPlan, Truth, World, WorldPoint, compare, compare_bytes,
-        decibels, mean, squared_error,
     },
 };
 use kv_eval_models::WORLD;
-use kv_models::LoadOptions;
-use kv_report::{
-    Table,
-    chart::{Chart, Series, Style},
-};
-use kv_world::{Frame, Picture};
+use kv_models::{LoadOptions, WeightDtype};
+use kv_world::Frame;
 use kv_world_model::{Config, Rings, WorldCache};
 use serde::Serialize;
 
+use self::{
+    output::{print_points, sheet_row, write_pictures},
+    search::SearchArgs,
+};
 use crate::{
     arguments::{Named, RunningArgs, configs, has_frame_scales, policies},
     built_in,
     common::{Weights, check_memory},
     json::{JsonArgs, write_json},
+    profile::ProfileArgs,
 };
 
 #[derive(Debug, clap::Args)]
@@ -47,8 +48,12 @@ pub(crate) struct Args {
     /// Representation of quantized, f16 and bf16 weights in memory.
     #[arg(long, value_enum, default_value = "restored")]
     weights: Weights,
-    /// Folder of a model whose frames with a float cache the others are compared with, such as this
-    /// model before its weights were quantized [default: this model].
+    /// Type of the weights and of computation: f32, f16 or bf16, or auto for the type of the file.
+    /// Frames, noise and the rope stay in f32.
+    #[arg(long, default_value = "f32")]
+    dtype: WeightDtype,
+    /// Folder of a model in f32 whose frames with a float cache the others are compared with, such
+    /// as this model before its weights were quantized [default: this model].
     #[arg(long, value_name = "FOLDER")]
     reference: Option<PathBuf>,
     /// Cache format to compare with float: a short name such as k4v4 or kint8vint8, or a policy
@@ -80,6 +85,8 @@ pub(crate) struct Args {
     sinks: u64,
     #[command(flatten)]
     running: RunningArgs,
+    #[command(flatten)]
+    search: SearchArgs,
     /// Write the scales that layers take from frames, and the share of numbers that saturate, into
     /// this file: a line of JSON for each cache and every SCALES_EVERY-th frame. It is written when
     /// all games have been played.
@@ -88,6 +95,13 @@ pub(crate) struct Args {
     /// Frames from one line of --scales to the next.
     #[arg(long, default_value_t = 10, requires = "scales")]
     scales_every: u64,
+    /// Write what one frame of each cache attends to, and histograms of its keys and values, into
+    /// this file: a line of JSON for each cache, when all games have been played.
+    #[arg(long, value_name = "FILE")]
+    inspect: Option<PathBuf>,
+    /// The frame of --inspect, counted from 0 with the true ones [default: the last].
+    #[arg(long, value_name = "N", requires = "inspect")]
+    inspect_frame: Option<usize>,
     /// Seed of the initial noise of frames.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -103,6 +117,8 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
     #[command(flatten)]
     json: JsonArgs,
+    #[command(flatten)]
+    profile: ProfileArgs,
 }
 
 impl FromStr for Named<LayerCaches> {
@@ -123,10 +139,6 @@ struct Output<'a> {
     points: &'a [WorldPoint],
 }
 
-const COLUMNS: usize = 12;
-/// Side of a frame's pixel in pixels of the contact sheet.
-const ZOOM: usize = 2;
-
 pub(crate) fn run(args: &Args) -> Result<()> {
     let files = NamedFiles::default();
     let files = args.model.iter().fold(files, |files, model| files.reads_model("model", model));
@@ -135,8 +147,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     policies(files, &args.caches)
         .writes("json", args.json.path())
         .writes("scales", args.scales.as_deref())
+        .writes("inspect", args.inspect.as_deref())
+        .writes("policy", args.search.policy())
+        .writes("profile", args.profile.path())
         .check()?;
-    exit_on_interrupt()?;
+    args.profile.end_on_interrupt()?;
     args.check_gate()?;
     dispatch!(args.backend, Plain, play(args))
 }
@@ -149,7 +164,7 @@ impl Args {
             bail!("max-drop {most}: must be finite and at least 0");
         }
         let floats = self.caches.iter().all(|cache| cache.value == LayerCaches::default());
-        if floats && self.reference.is_none() {
+        if floats && self.reference.is_none() && self.search.policy().is_none() {
             bail!(
                 "max-drop {most}: compares caches with the float one; add another --cache or \
                  --reference"
@@ -182,7 +197,9 @@ impl Args {
         }
         let rings = Rings::new(ring).with_sinks(Frames(self.sinks));
         let rings = rings.with_running(self.running.rules());
-        RolloutPlan { context: self.context, rings, seed: self.seed }
+        let last = self.context + self.frames - 1;
+        let inspect = self.inspect.as_ref().map(|_| self.inspect_frame.unwrap_or(last));
+        RolloutPlan { context: self.context, rings, seed: self.seed, inspect }
     }
 
     fn describe(&self, model: &Config, ring: Frames, target: &str) -> String {
@@ -232,15 +249,24 @@ impl Args {
 
 fn play<T: Target>(args: &Args) -> Result<()> {
     let (frames, seeds) = args.games()?;
+    let mut profile = args.profile.start()?;
     if let Some(folder) = &args.out {
         open_folder("out", folder)?;
     }
-    let (screen, json) = args.json.open()?;
+    let asked = args.search.open()?;
+    // The tables are not written where another program reads.
+    let out = [args.json.path(), args.scales.as_deref(), args.inspect.as_deref()];
+    let screen = Screen::beside(out);
+    let (_, json) = args.json.open()?;
     let scales = args.scales.as_deref().map(|path| OutFile::open("scales", path)).transpose()?;
+    let inspect = args.inspect.as_deref().map(|path| OutFile::open("inspect", path)).transpose()?;
     let device = On::<T>::open()?;
-    let options = LoadOptions::default().with_packed(args.weights.activations());
+    profile.device(&device)?;
+    let options =
+        LoadOptions::default().with_dtype(args.dtype).with_packed(args.weights.activations());
     let load = |path: &Path| Ok(World::load_with(path, &device, options)?);
     let world = built_in::load(args.model.as_deref(), &WORLD, load)?;
+    profile.world(&world.model);
     let reference = args.reference.as_deref().map(|path| World::load(path, &device)).transpose()?;
     let config = world.model.config();
     if let (Some(path), Some(reference)) = (&args.reference, &reference)
@@ -249,9 +275,11 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         bail!("reference {}: must have the shape and the maze of the model", path.display());
     }
     let plan = args.plan(config);
+    plan.check(frames)?;
     let rings = plan.rings;
-    let caches = configs(&args.caches);
-    let of_layers: Vec<_> = caches.iter().flat_map(|cache| cache.cache.candidates()).collect();
+    let mut caches = configs(&args.caches);
+    let mut of_layers: Vec<_> = caches.iter().flat_map(|cache| cache.cache.candidates()).collect();
+    of_layers.extend(args.search.candidates());
     args.running.check(&of_layers)?;
     let followed = Side::BOTH.into_iter().any(|side| has_frame_scales(&of_layers, side));
     if let (Some(path), false) = (&args.scales, followed) {
@@ -260,12 +288,17 @@ fn play<T: Target>(args: &Args) -> Result<()> {
             path.display()
         );
     }
-    let needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
+    let games = args.seeds.saturating_add(args.search.games());
+    let needed = compare_bytes(&world, [games, frames as u64], &plan, &caches)?;
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
         // A cache that is not supported is an error before the true frames are rendered, which
         // takes long.
         world.model.new_cache_with(&cache.formats(config.n_layers)?, rings, 1, &device)?;
+    }
+    if let Some(asked) = asked {
+        let policy = args.search.search(asked, &device, &world, &plan, seeds.end, &screen)?;
+        caches.push(policy.into());
     }
     let truth = Truth::new(world.maze(), seeds, frames);
     screen.line(args.describe(config, rings.frames, T::NAME))?;
@@ -288,151 +321,33 @@ fn play<T: Target>(args: &Args) -> Result<()> {
             let layers = LayerScales::of(rings);
             if !layers.is_empty() {
                 let line = serde_json::json!({ "cache": cache, "frame": frame, "layers": layers });
-                log += &format!(
-                    "{line}
-"
-                );
+                log += &format!("{line}\n");
             }
         }
     };
     compare(&device, (&world, reference.as_ref()), &truth, &plan, &caches, on_point, on_frame)?;
-    if let Some(scales) = scales {
-        scales.write(log.as_bytes())?;
-    }
-    print_points(screen, &points, &truth, args.context)?;
-    if let Some(folder) = &args.out {
-        write_pictures(folder, &points, &rows)?;
-    }
-    if let Some(json) = json {
-        let output = Output {
-            command: kv_cli::command_line(),
-            target: T::NAME,
-            device: device_name(&device),
-            seeds: args.seeds,
-            context: args.context,
-            points: &points,
+    // A file that cannot be written is reported after the results are printed and the others
+    // written.
+    let logged = scales.map_or(Ok(()), |file| file.write(log.as_bytes()));
+    let inspected = inspect.map_or(Ok(()), |file| {
+        let line = |point: &WorldPoint| {
+            let line = serde_json::json!({ "cache": point.cache, "inspected": point.inspected });
+            format!("{line}\n")
         };
-        write_json(json, &output)?;
-    }
-    args.gate(&points)
-}
-
-fn print_points(
-    screen: Screen,
-    points: &[WorldPoint],
-    truth: &Truth,
-    context: usize,
-) -> Result<()> {
-    screen.print(table(points))?;
-    for point in points.iter().filter(|point| !point.scales.is_empty()) {
-        screen.line(format_args!("scales of frames of {}, after the last one:", point.cache))?;
-        screen.print(scales(point))?;
-    }
-    // The error is averaged before it is converted to decibels. If a player stands still, the last
-    // frame is exact, and its PSNR would dominate a mean of decibels.
-    let last = &truth.frames[context - 1];
-    let errors = truth.frames[context..]
-        .iter()
-        .flat_map(|frames| frames.iter().zip(last).map(|(frame, last)| squared_error(frame, last)));
-    screen.line(format_args!(
-        "PSNR of the mean squared error of all frames: {:.2} dB, \
-             of the last true frame, repeated: {:.2} dB",
-        decibels(mean(&points[0].squared_error)),
-        decibels(mean(&errors.collect::<Vec<_>>())),
-    ))?;
-    Ok(())
-}
-
-/// Writes the charts, and the contact sheet with a row of true frames and a row per cache.
-fn write_pictures(folder: &Path, points: &[WorldPoint], rows: &[Vec<Frame>]) -> Result<()> {
-    let by_frame = |title: &str, of: fn(&WorldPoint) -> &Vec<f64>, skip: usize| Chart {
-        title: title.into(),
-        x_label: "frame".into(),
-        y_label: "PSNR, dB".into(),
-        series: points
-            .iter()
-            .skip(skip)
-            .map(|point| {
-                let points = of(point).iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y));
-                Series::new(&*point.cache, points.collect(), Style::Line)
-            })
-            .collect(),
-        ..Chart::default()
+        file.write(points.iter().map(line).collect::<String>().as_bytes())
+    });
+    let output = Output {
+        command: kv_cli::command_line(),
+        target: T::NAME,
+        device: device_name(&device),
+        seeds: args.seeds,
+        context: args.context,
+        points: &points,
     };
-    let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
-    truth.write_svg(folder.join("psnr.svg"))?;
-    if points.len() > 1 {
-        let twin = by_frame(&format!("Against {}", points[0].cache), |point| &point.twin_psnr, 1);
-        twin.write_svg(folder.join("twin.svg"))?;
-    }
-    let sheet = Picture::grid(rows, ZOOM)?.png()?;
-    OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
-    Ok(())
-}
-
-/// Returns evenly spread frames of the first game, including the first and the last.
-fn sheet_row(frames: &[Vec<Frame>]) -> Vec<Frame> {
-    let columns = frames.len().min(COLUMNS);
-    let at = |i: usize| i * (frames.len() - 1) / (columns - 1).max(1);
-    (0..columns).map(|i| frames[at(i)][0].clone()).collect()
-}
-
-fn scales(point: &WorldPoint) -> Table {
-    let mut table = Table::new(["layer", "side", "min", "mean", "max", "changed by", "saturated"]);
-    for LayerScales { layer, side, min, mean, max, change, saturated } in &point.scales {
-        let most = saturated.iter().copied().fold(0.0, f32::max);
-        table.push([
-            layer.to_string(),
-            (*side).into(),
-            format!("{min:.3e}"),
-            format!("{mean:.3e}"),
-            format!("{max:.3e}"),
-            format!("{:.2}%", 100.0 * change),
-            format!("{:.2}%", 100.0 * most),
-        ]);
-    }
-    table
-}
-
-fn table(points: &[WorldPoint]) -> Table {
-    let mut table = Table::new([
-        "cache",
-        "PSNR 1-20",
-        "PSNR",
-        "at the end",
-        "worst drop",
-        "SSIM",
-        "twin PSNR",
-        "twin SSIM",
-        "v error %",
-        "KB",
-        "saved",
-        "ms",
-        "attention",
-        "store",
-        "projections",
-        "decoder",
-    ]);
-    for point in points {
-        let milliseconds = |seconds: f64| format!("{:.1}", 1e3 * seconds);
-        table.push([
-            point.cache.clone(),
-            format!("{:.2}", mean(&point.psnr[..point.psnr.len().min(20)])),
-            format!("{:.2}", mean(&point.psnr)),
-            format!("{:.2}", point.last_psnr()),
-            format!("{:.2}", point.worst_drop(&points[0])),
-            format!("{:.3}", mean(&point.ssim)),
-            format!("{:.2}", mean(&point.twin_psnr)),
-            format!("{:.3}", mean(&point.twin_ssim)),
-            format!("{:.2}", 100.0 * point.velocity_error),
-            format!("{:.0}", point.bytes as f64 / 1e3),
-            format!("{:.2}", points[0].bytes as f64 / point.bytes as f64),
-            milliseconds(point.model_seconds),
-            milliseconds(point.attention_seconds),
-            milliseconds(point.store_seconds),
-            milliseconds(point.projection_seconds()),
-            milliseconds(point.decoder_seconds),
-        ]);
-    }
-    table
+    let json = json.map_or(Ok(()), |file| write_json(file, &output));
+    let pictures = args.out.as_ref().map(|folder| write_pictures(folder, &points, &rows));
+    print_points(screen, &points, &truth, args.context)?;
+    logged.and(inspected).and(json).and(pictures.unwrap_or(Ok(())))?;
+    profile.finish()?;
+    args.gate(&points)
 }

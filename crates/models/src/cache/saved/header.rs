@@ -142,9 +142,17 @@ impl Maker {
 impl Layer {
     /// Describes a layer with this cache.
     pub(super) fn new(layer: &LayerSpec, cache: LayerConfig) -> Self {
-        // The cache describes sparse attention.
-        let LayerSpec { n_heads, n_kv_heads, head_dim, options, sliding_window, rope, sparse: _ } =
-            *layer;
+        // The cache describes sparse attention, and the weights are compared, biases included.
+        let LayerSpec {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            options,
+            sliding_window,
+            rope,
+            key_bias: _,
+            sparse: _,
+        } = *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
     }

@@ -10,6 +10,7 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData, module::embedding},
 };
 use kv_weights::{Activations, Fused, PackedMatrix};
+use tracing::span::EnteredSpan;
 
 use self::packed::Packed;
 pub(crate) use self::{module::PACKED, packed::PackedSize};
@@ -139,6 +140,24 @@ impl Matrix {
         }
     }
 
+    /// Returns the bytes of the numbers or of the blocks, without an adapter.
+    pub(crate) fn bytes(&self) -> usize {
+        match &self.0 {
+            Stored::Dense(param) => param.lazy_shape().num_elements() * param.dtype().size(),
+            Stored::Packed(packed) => packed.parts.iter().map(|part| part.layout().bytes()).sum(),
+        }
+    }
+
+    /// Enters the operation that reads the matrix, until the end of the scope.
+    pub(crate) fn read(&self) -> EnteredSpan {
+        spans::reading(self.id(), || self.bytes())
+    }
+
+    /// Enters the operation that reads `n` rows, until the end of the scope.
+    pub(crate) fn read_rows(&self, n: usize) -> EnteredSpan {
+        spans::reading(self.id(), || self.bytes() / self.dims()[0].max(1) * n)
+    }
+
     /// Returns the products of `x` with every row, `x W^T`.
     ///
     /// # Shapes
@@ -153,7 +172,7 @@ impl Matrix {
 
     /// Computes [`project`](Self::project) in f32, whatever the type of the matrix and of `x`.
     pub fn project_in_f32(&self, x: Tensor<3>) -> Tensor<3> {
-        let _span = spans::reading(self.id());
+        let _span = self.read();
         let x = x.cast(DType::F32);
         match self.dtype() {
             DType::F32 => self.project(x),

@@ -217,8 +217,8 @@ impl Job<'_> {
         }
         check_savable(model, tokenizer, save_options(spec))?;
         if let Some(qat) = &spec.config.qat {
-            let (note, in_full) = (qat.cache.note(model.spec()), qat.cache.in_full(model.spec()));
-            note.iter().chain(&in_full).for_each(kv_cli::note);
+            let (notes, in_full) = (qat.cache.notes(model.spec()), qat.cache.in_full(model.spec()));
+            notes.iter().chain(&in_full).for_each(kv_cli::note);
         }
         let out = model_folder(folder);
         if out.exists() && !out.is_dir() {

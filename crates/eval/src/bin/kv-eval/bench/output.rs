@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use kv_cli::{Backend, OutFile, Screen};
 use kv_cubecl::{On, Target};
-use kv_eval::bench::copy_bandwidth;
+use kv_eval::bench::{COPIED, copy_bandwidth};
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -36,10 +36,6 @@ struct Output<'a, P> {
     copy_bandwidth: f64,
     points: &'a [P],
 }
-
-/// Bytes of each buffer copied to measure the bandwidth: more than processors' caches hold, and
-/// within WebGPU's limit of a binding.
-const COPIED: usize = 128 << 20;
 
 /// Checks that a benchmark's tensors fit into memory, before they are allocated.
 pub(super) fn check_memory<T: Target>(needed: u64, device: &On<T>) -> Result<()> {
