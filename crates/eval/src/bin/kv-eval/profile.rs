@@ -56,7 +56,8 @@ impl Recording {
         let timeline = recorder.finish("Where the time goes", facts);
         file.write(timeline.html().as_bytes())?;
         // An error is ignored, because standard error may be closed.
-        let _ = timeline.tables.iter().take(TABLES).try_for_each(|(name, table)| {
+        let of_run = timeline.tables.iter().filter(|(name, _)| name != "Operations in copy");
+        let _ = of_run.take(TABLES).try_for_each(|(name, table)| {
             Screen::Error.line(format_args!("\n{name}"))?;
             Screen::Error.print(table.first_rows(ROWS)).map(drop)
         });
