@@ -87,6 +87,7 @@ pub use load::{
 };
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace, KvTrace, TraceKind};
+pub use operation_names::operation_names;
 pub use pass::{Pass, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};

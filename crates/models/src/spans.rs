@@ -18,8 +18,6 @@
 use burn::module::ParamId;
 use tracing::{span::EnteredSpan, trace_span};
 
-pub use crate::operation_names::operation_names;
-
 /// The target of phases of a run.
 pub const PHASE: &str = "kv::phase";
 /// The target of passes.

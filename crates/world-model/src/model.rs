@@ -20,7 +20,8 @@ use crate::{
 use kv_models::{
     Result,
     nn::{Linear, unit_rms},
-    spans::{LAYER, OPERATION, PASS, operation_names},
+    operation_names,
+    spans::{LAYER, OPERATION, PASS},
 };
 
 /// The diffusion transformer of GameRFT.

@@ -28,7 +28,7 @@ pub struct InspectedLayer {
     /// Histograms of the keys of all games, before they are quantized, by head: see
     /// [`magnitudes`].
     pub keys: Vec<Vec<u32>>,
-    /// The same for values.
+    /// Histograms of the values of all games, as for keys.
     pub values: Vec<Vec<u32>>,
 }
 

@@ -14,7 +14,7 @@ pub struct LayerRule {
     pub layers: Layers,
     /// The attention that these layers must have; `None` for any.
     pub attention: Option<AttentionKind>,
-    /// Whether their projections of keys must have a bias, or must have none; `None` for any.
+    /// True if the layers must have a bias of keys, false if they must have none; `None` for any.
     pub key_bias: Option<bool>,
     /// The setting for their caches.
     pub stores: Stores,

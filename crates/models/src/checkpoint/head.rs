@@ -3,20 +3,13 @@
 use burn::tensor::{Bytes, DType};
 use kv_weights::{Activations, GroupSize, PackedLayout, Quantize, Range, WeightFormat, quantize};
 
-use super::{entry::Entry, weights::Weights};
+use super::{entry::Entry, kept::Head, weights::Weights};
 use crate::{
     error::{Error, Result},
     exports::Names,
     float::append,
     nn::Matrix,
 };
-
-/// The format in which the head is packed, and the tensor that gives the logits, once it is known.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Head {
-    format: WeightFormat,
-    tensor: Option<&'static str>,
-}
 
 /// Numbers that are read and quantized at a time, in whole rows.
 const AT_A_TIME: usize = 1 << 22;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kv_weights::PackedLayout;
+use kv_weights::{PackedLayout, WeightFormat};
 
 use super::mapped::Mapped;
 use crate::nn::PackedSize;
@@ -15,6 +15,13 @@ pub(super) struct Kept {
     /// requested, by type.
     pub(super) restored: BTreeMap<String, [usize; 3]>,
     pub(super) copied: Vec<Mapped>,
+}
+
+/// The format in which the head is packed, and the tensor that gives the logits, once it is known.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Head {
+    pub(super) format: WeightFormat,
+    pub(super) tensor: Option<&'static str>,
 }
 
 impl Kept {

@@ -16,8 +16,7 @@ use kv_weights::{Activations, WeightFormat};
 use super::{
     byte_float::ByteFloat,
     entry::{Blocks, Entry, split_pairs},
-    head::Head,
-    kept::Kept,
+    kept::{Head, Kept},
     mapped::Stored,
     observer::{Planned, Watcher},
 };

@@ -143,53 +143,6 @@ fn later_rules_override_earlier_ones() {
     assert!(started.validate(model(5)).is_ok());
 }
 
-/// Rules by the bias of keys apply to the families that have one, and survive a file.
-#[test]
-fn rules_by_the_bias_of_keys() {
-    let policy = ModelCacheConfig::from_toml(
-        r#"
-        [[rules]]
-        cache = "k2v2"
-        [[rules]]
-        key_bias = true
-        side = "keys"
-        format = 4
-        [[rules]]
-        layers = "0"
-        key_bias = false
-        cache = "k8v8"
-        "#,
-    )
-    .unwrap();
-    assert_eq!(
-        policy.to_string(),
-        "k2v2; all with a key bias: keys as 4; layers 0 without a key bias: k8v8"
-    );
-    assert_eq!(ModelCacheConfig::from_toml(&policy.to_toml()).unwrap(), policy);
-    let json = serde_json::to_string(&policy).unwrap();
-    assert_eq!(serde_json::from_str::<ModelCacheConfig>(&json).unwrap(), policy);
-    for (folder, key_bias) in [
-        ("qwen2-tiny", true),
-        ("gpt2-tiny", true),
-        ("llama-tiny", false),
-        ("qwen3-tiny", false),
-        ("phi3-tiny", false),
-        ("gemma3-tiny", false),
-        ("gpt-oss-tiny", true),
-    ] {
-        let model = load(tiny(folder), &device()).unwrap().model;
-        let of_layer = |i| policy.layer(model.spec(), i).with_sliding_window(None).to_string();
-        let expected = if key_bias { ["k4v2", "k4v2"] } else { ["k8v8", "k2v2"] };
-        assert_eq!([of_layer(0), of_layer(1)], expected, "{folder}");
-    }
-    // A model without kinds of attention never has the caches of both.
-    let caches: Vec<String> = policy.candidates().iter().map(|cache| cache.to_string()).collect();
-    assert_eq!(caches, ["k2v2", "k8v8", "k4v2"]);
-    let error = ModelCacheConfig::from_toml("[[rules]]\ncache = \"k2v2\"\nkey_bias = 1\n");
-    let error = error.unwrap_err().to_string();
-    assert!(error.contains("rules[0].key_bias = 1: ") && !error.contains('\n'), "{error}");
-}
-
 /// A start equals the sinks of a short name, in attention and in memory.
 #[test]
 fn a_start_equals_sinks() {

@@ -15,8 +15,8 @@ pub(crate) struct PolicyFile {
 }
 
 impl PolicyFile {
-    /// Checks that `path`, the value of the argument `name`, is a new file of a known type, and that
-    /// it can be written.
+    /// Checks that `path`, the value of the argument `name`, is a new file of a known type that can
+    /// be written.
     pub(crate) fn open(name: &'static str, path: &Path) -> Result<Self> {
         if path.symlink_metadata().is_ok() {
             bail!("{name} {}: already exists; remove it or name another file", path.display());
