@@ -99,13 +99,13 @@ impl Weights {
         let entry = self.take(name, &[rows, columns])?;
         let (dtype, number) = (entry.tensor.dtype, entry.tensor.dtype.size());
         let file = entry.stored.as_ref().map(|stored| &stored.mapped);
-        let copied = match file {
-            Some(_) => None,
-            None => Some(entry.bytes()?),
-        };
-        let bytes = match (file, &copied) {
-            (Some(mapped), _) => mapped.bytes(),
-            (None, copied) => copied.as_deref().unwrap_or_default(),
+        let copied;
+        let bytes = match file {
+            Some(mapped) => mapped.bytes(),
+            None => {
+                copied = entry.bytes()?;
+                &copied[..]
+            }
         };
         // The range of least error, because logits decide every token.
         let options = Quantize::default().with_range(Range::LeastError);
