@@ -149,13 +149,8 @@ fn attention(
 
 /// Reads a tensor.
 fn numbers(tensor: Tensor<4>) -> Result<Vec<f32>> {
-    let data = tensor.cast(DType::F32).try_into_data();
-    let data = data.and_then(|data| Ok(data.try_to_vec::<f32>()));
-    match data {
-        Ok(Ok(numbers)) => Ok(numbers),
-        Ok(Err(error)) => Err(unreadable(error)),
-        Err(error) => Err(unreadable(error)),
-    }
+    let data = tensor.cast(DType::F32).try_into_data().map_err(unreadable)?;
+    data.try_to_vec::<f32>().map_err(unreadable)
 }
 
 fn unreadable(error: impl core::fmt::Debug) -> Error {
