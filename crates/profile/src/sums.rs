@@ -140,7 +140,10 @@ impl<'a> Sums<'a> {
             true => self.of_phase(phase, Some(&[PASSES, "head", REPLAY])).whole,
             false => self.busy(Some(phase)),
         };
-        let rate = |of: u64| format!("{:.1}", tokens as f64 / of.max(1) as f64 * 1e9);
+        let rate = |of: u64| match of {
+            0 => String::new(),
+            of => format!("{:.1}", tokens as f64 / of as f64 * 1e9),
+        };
         match tokens {
             0 => [""; 4].map(String::from),
             tokens => [tokens.to_string(), rate(whole), ms(forward), rate(forward)],
@@ -150,7 +153,7 @@ impl<'a> Sums<'a> {
     fn phases(&self) -> Table {
         let with_device = !self.launches.queues.is_empty();
         let mut header = vec!["phase", "count", "total ms", "mean us", "share of run"];
-        header.extend(["tokens", "tokens/s", "forward ms", "tokens/s of it"]);
+        header.extend(["tokens", "tokens/s", "forward ms", "forward tokens/s"]);
         if with_device {
             header.extend(["device busy ms", "device busy"]);
         }

@@ -103,8 +103,8 @@ impl WorldSearch {
 /// called with the number of measured formats, and their total.
 ///
 /// # Errors
-/// [`Error::Plan`] for a budget below the smallest caches, [`Error::NonFinite`] for predictions
-/// that are not finite, and the errors of caches and model.
+/// [`Error::Plan`] for a budget below the smallest caches and for a format with which predictions
+/// are not finite, and the errors of caches and model.
 pub fn search<T: Target>(
     device: &On<T>,
     world: &World,
@@ -150,8 +150,10 @@ pub fn search<T: Target>(
                 let found = velocities(world, truth, plan, &of_layers, device)?;
                 let velocity_error = difference(&found, &exact);
                 if !velocity_error.is_finite() {
-                    let (cache, value) = (cache.to_string(), velocity_error as f32);
-                    return Err(Error::NonFinite { cache, token: 0, value });
+                    let rule = format!(
+                        "layer {layer}, {side}: predictions are not finite; leave out this format"
+                    );
+                    return Err(Error::plan("format", format, rule));
                 }
                 for (at, (chosen, _)) in cell.iter_mut().zip(&caches) {
                     if chosen[side] == choice {

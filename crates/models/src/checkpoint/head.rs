@@ -14,6 +14,11 @@ use crate::{
 /// Numbers that are read and quantized at a time, in whole rows.
 const AT_A_TIME: usize = 1 << 22;
 
+/// Returns whether a tensor has floats that can be quantized.
+fn is_float(entry: &Entry) -> bool {
+    matches!(entry.tensor.dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
 impl Weights {
     /// Sets the format in which the head is packed. [`find_head`](Self::find_head) refuses a head
     /// that is not stored as floats.
@@ -59,10 +64,14 @@ impl Weights {
         let (name, format) = (if is_apart { names.head } else { names.embedding }, head.format);
         head.tensor = Some(name);
         let Some(entry) = self.tensors.get(name) else { return Ok(()) };
-        let why = match &entry.blocks {
-            Some(blocks) => Some(format!(
-                "is stored as {} already, so the head cannot become {format}; leave out --head",
-                blocks.name
+        let stored = match &entry.blocks {
+            Some(blocks) => Some(blocks.name.clone()),
+            None if !is_float(entry) => Some(format!("{:?}", entry.tensor.dtype)),
+            None => None,
+        };
+        let why = match stored {
+            Some(stored) => Some(format!(
+                "is stored as {stored} already, so the head cannot become {format}; leave out --head"
             )),
             None => {
                 let columns = entry.tensor.shape.last().copied().unwrap_or(0);
@@ -79,7 +88,8 @@ impl Weights {
     /// quantized, or already is.
     pub(super) fn int4_head(&self, entry: &Entry) -> Option<usize> {
         let [rows, columns] = entry.tensor.shape.to_vec()[..] else { return None };
-        let fits = self.dtype == DType::F32 && self.head.is_none() && entry.blocks.is_none();
+        let is_new = self.head.is_none() && entry.blocks.is_none() && is_float(entry);
+        let fits = is_new && self.dtype == DType::F32;
         kv_weights::check_device("", &self.device).ok().filter(|()| fits)?;
         let layout = PackedLayout::new(WeightFormat::Int4(GroupSize::G32), [rows, columns]);
         layout.ok().map(|layout| layout.bytes())

@@ -307,7 +307,7 @@ fn a_head_is_quantized_as_it_is_loaded() {
                 assert!(after[tensor].1 == expected, "{name} {format}: {tensor}");
             }
         }
-        // A head in blocks is not quantized again, which would lose twice.
+        // A head in blocks is refused: quantizing it again would add a second error.
         let file = scratch.path().join(name).with_extension("gguf");
         write_gguf(&tiny(name), &file, GgmlType::Q4_0, &[]);
         let options = LoadOptions::default().with_head(Some(INT4));

@@ -288,8 +288,11 @@ fn play<T: Target>(args: &Args) -> Result<()> {
             path.display()
         );
     }
-    let games = args.seeds.saturating_add(args.search.games());
-    let needed = compare_bytes(&world, [games, frames as u64], &plan, &caches)?;
+    let mut needed = compare_bytes(&world, [args.seeds, frames as u64], &plan, &caches)?;
+    if let Some(games) = args.search.games(&plan) {
+        let plan = RolloutPlan { inspect: None, ..plan };
+        needed = needed.max(compare_bytes(&world, games, &plan, &[])?);
+    }
     check_memory(needed, 0, &device, "play fewer --frames or --seeds")?;
     for cache in &caches {
         // A cache that is not supported is an error before the true frames are rendered, which
@@ -346,8 +349,9 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     };
     let json = json.map_or(Ok(()), |file| write_json(file, &output));
     let pictures = args.out.as_ref().map(|folder| write_pictures(folder, &points, &rows));
-    print_points(screen, &points, &truth, args.context)?;
-    logged.and(inspected).and(json).and(pictures.unwrap_or(Ok(())))?;
-    profile.finish()?;
+    let printed = print_points(screen, &points, &truth, args.context);
+    let profiled = profile.finish();
+    let written = logged.and(inspected).and(json).and(pictures.unwrap_or(Ok(())));
+    written.and(printed).and(profiled)?;
     args.gate(&points)
 }

@@ -58,9 +58,9 @@ impl SearchArgs {
         formats.map(|&format| self.base.with_formats(format, format)).collect()
     }
 
-    /// Returns the games that a search adds to those that are played.
-    pub(super) fn games(&self) -> u64 {
-        if self.bytes.is_some() { GAMES } else { 0 }
+    /// Returns the number of games of a search and of their frames, true ones included.
+    pub(super) fn games(&self, plan: &RolloutPlan) -> Option<[u64; 2]> {
+        self.bytes.map(|_| [GAMES, (plan.context + FRAMES) as u64])
     }
 
     /// Searches, prints the result, and writes the policy.
