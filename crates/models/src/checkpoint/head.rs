@@ -71,7 +71,8 @@ impl Weights {
         };
         let why = match stored {
             Some(stored) => Some(format!(
-                "is stored as {stored} already, so the head cannot become {format}; leave out --head"
+                "is stored as {stored} already, so the head cannot become {format}; leave out \
+                 --head"
             )),
             None => {
                 let columns = entry.tensor.shape.last().copied().unwrap_or(0);
