@@ -13,13 +13,13 @@ pub(crate) struct Page {
 }
 
 /// A bar of a lane, in milliseconds.
-struct Bar {
-    name: String,
-    depth: usize,
+pub(crate) struct Bar {
+    pub(crate) name: String,
+    pub(crate) depth: usize,
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "read of launches alone"))]
     detail: String,
-    start: f64,
-    end: f64,
+    pub(crate) start: f64,
+    pub(crate) end: f64,
 }
 
 impl Page {
@@ -50,7 +50,7 @@ impl Page {
     }
 
     /// Returns the bars of a thread or queue.
-    fn lane(&self, name: &str) -> Vec<Bar> {
+    pub(crate) fn lane(&self, name: &str) -> Vec<Bar> {
         let lanes = self.data["lanes"].as_array().unwrap();
         let lane = lanes.iter().find(|lane| lane["name"] == name);
         let lane = lane.unwrap_or_else(|| panic!("no {name} among the lanes"));
