@@ -9,7 +9,7 @@
 //! | [`OPERATION`] | a projection, a norm, attention, the head | `parameter`, an id; `bytes` |
 //! | [`OPERATION`] | [`REPLAY`] | `tokens` of all sequences |
 //!
-//! `bytes` are those of the weights or the cache that an operation reads, each counted once.
+//! `bytes` counts the weights or the cache that an operation reads, each byte once.
 //!
 //! Families emit no spans. Their modules know their parameters, whose names
 //! [`LanguageModel::operation_names`](crate::LanguageModel::operation_names) returns, and

@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(bins(&[63.9, 64.0, 1e30, f32::INFINITY, -f32::INFINITY]), [(18, 1), (19, 4)]);
     }
 
-    /// With float keys, the shares are those of a softmax over the visible keys, summed by frame.
+    /// With float keys, the shares equal a softmax over the visible keys, summed by frame.
     #[test]
     fn attention_by_frame_is_a_softmax() {
         const TOKENS: usize = 4;

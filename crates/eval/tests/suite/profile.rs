@@ -99,7 +99,7 @@ fn printed_speeds(outcome: &Outcome) -> (f64, f64) {
 }
 
 #[track_caller]
-fn assert_near(found: f64, expected: f64, what: &str) {
+pub(crate) fn assert_near(found: f64, expected: f64, what: &str) {
     assert!((found / expected - 1.0).abs() < 0.05, "{what}: {found}, not {expected}");
 }
 
@@ -258,39 +258,6 @@ fn a_page_that_cannot_be_written_is_refused_before_the_run() {
             assert!(lines[0].contains(why), "{}", lines[0]);
         }
     }
-}
-
-/// A world model's frames are phases, and its operations have names and fill them.
-#[test]
-fn frames_of_a_world_model_are_phases() {
-    let space = Workspace::new();
-    let (path, json) = (space.path("profile.html"), space.path("world.json"));
-    let short = ["world", "--seeds", "4", "--context", "3", "--frames", "5"];
-    let outcome = kv_eval(
-        &[&short[..], &["--cache", "kint8vint8", "--json", &json, "--profile", &path]].concat(),
-    );
-    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
-    let page = Page::read(&path);
-    let phases = page.table("Phases");
-    // With each of two caches.
-    let counts = ["see", "frame", "picture"].map(|phase| &*phases[phase][0]);
-    assert_eq!(counts, ["6", "10", "10"]);
-    let json: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
-    let seconds = |i: usize| json["points"][i]["model_seconds"].as_f64().unwrap();
-    let printed = 5.0 * (seconds(0) + seconds(1));
-    assert_near(number(&phases["frame"][1]) / 1e3, printed, "frames");
-    let operations = page.table("Operations in frame");
-    // Two steps for each frame, in six layers.
-    for operation in ["qkv", "attend", "attention_gate", "mlp.up", "mlp.down", "rope"] {
-        assert_eq!(operations[operation][0], "120", "{operation}");
-    }
-    let sum: f64 = operations
-        .iter()
-        .filter(|(name, _)| *name != "total")
-        .map(|(_, cells)| number(&cells[1]))
-        .sum();
-    assert_near(sum, number(&phases["frame"][1]), "operations");
-    assert!(page.html.contains("a world model of 6 layers in f32"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! `--profile`: bytes and rates on the page, and the page in a browser.
+//! `--profile`: bytes and rates on the page, frames of a world model, and the page in a browser.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::{
     common::{Workspace, kv_eval},
-    profile::{AUSTEN, Bar, Page, generate, number},
+    profile::{AUSTEN, Bar, Page, assert_near, generate, number},
 };
 
 /// Projections read their weights once a step, and attention its cache as it grows.
@@ -88,14 +88,14 @@ fn a_profile_agrees_with_benchmarks() {
     let near = |found: f64, measured: f64, most: f64, what: &str| {
         assert!((found / measured - 1.0).abs() < most, "{what}: {found}, measured {measured}");
     };
-    // Milliseconds of the copies. The benchmark's nine follow those of the profile.
+    // The milliseconds of each copy. The benchmark makes the last nine, the profile the others.
     let length = |bar: &Bar| bar.end - bar.start;
     let mut copies: Vec<f64> = bars.iter().filter(|bar| bar.name == "buffer").map(length).collect();
     let mut copies = copies.split_off(copies.len() - 9);
     copies.sort_by(f64::total_cmp);
     let measured = result["copy_bandwidth"].as_f64().unwrap();
     near(128.0 * 1024.0 * 1024.0 / copies[4] * 1e3, measured, 0.1, "a copy");
-    // Those of the warm-up are within its phase.
+    // Spans of the warm-up are within its phase, so they are not outermost.
     let outermost = |name: &str| -> Vec<f64> {
         let of_name = |bar: &&Bar| bar.depth == 0 && bar.name.starts_with(name);
         bars.iter().filter(of_name).map(length).collect()
@@ -123,4 +123,37 @@ fn a_profile_agrees_with_benchmarks() {
     }
     let first = point("pp256")["first_token_seconds"]["mean"].as_f64().unwrap();
     near(mean(&mut prompts.iter().copied()) / 1e3, first, 0.03, "time to the first token");
+}
+
+/// A world model's frames are phases, and its operations have names and fill them.
+#[test]
+fn frames_of_a_world_model_are_phases() {
+    let space = Workspace::new();
+    let (path, json) = (space.path("profile.html"), space.path("world.json"));
+    let short = ["world", "--seeds", "4", "--context", "3", "--frames", "5"];
+    let outcome = kv_eval(
+        &[&short[..], &["--cache", "kint8vint8", "--json", &json, "--profile", &path]].concat(),
+    );
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    let page = Page::read(&path);
+    let phases = page.table("Phases");
+    // With each of two caches.
+    let counts = ["see", "frame", "picture"].map(|phase| &*phases[phase][0]);
+    assert_eq!(counts, ["6", "10", "10"]);
+    let json: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+    let seconds = |i: usize| json["points"][i]["model_seconds"].as_f64().unwrap();
+    let printed = 5.0 * (seconds(0) + seconds(1));
+    assert_near(number(&phases["frame"][1]) / 1e3, printed, "frames");
+    let operations = page.table("Operations in frame");
+    // Two steps for each frame, in six layers.
+    for operation in ["qkv", "attend", "attention_gate", "mlp.up", "mlp.down", "rope"] {
+        assert_eq!(operations[operation][0], "120", "{operation}");
+    }
+    let sum: f64 = operations
+        .iter()
+        .filter(|(name, _)| *name != "total")
+        .map(|(_, cells)| number(&cells[1]))
+        .sum();
+    assert_near(sum, number(&phases["frame"][1]), "operations");
+    assert!(page.html.contains("a world model of 6 layers in f32"));
 }
