@@ -51,7 +51,7 @@ pub fn magnitudes(numbers: impl IntoIterator<Item = f32>) -> Vec<u32> {
 /// Keeps the keys of the first game until the frame to inspect.
 pub(super) struct Inspector {
     frame: usize,
-    /// The keys of each frame so far, by layer, in f32. They are on the host, because a slice of a
+    /// The keys of each layer, by frame so far, in f32. They are on the host, because a slice of a
     /// tensor would keep the keys of all games.
     keys: Vec<Vec<TensorData>>,
     pub(super) found: Option<Inspected>,
@@ -67,19 +67,17 @@ impl Inspector {
         if self.found.is_some() {
             return Ok(());
         }
-        let of_first_game = |trace: &FrameTrace| {
-            let keys = trace.key.clone().narrow(0, 0, 1).cast(DType::F32);
-            keys.try_into_data().map_err(unreadable)
-        };
-        self.keys.push(traces.iter().map(of_first_game).collect::<Result<_>>()?);
-        let frame = self.keys.len() - 1;
-        if frame == self.frame {
+        self.keys.resize(traces.len(), vec![]);
+        for (keys, trace) in self.keys.iter_mut().zip(traces) {
+            let of_first_game = trace.key.clone().narrow(0, 0, 1).cast(DType::F32);
+            keys.push(of_first_game.try_into_data().map_err(unreadable)?);
+        }
+        if self.keys.iter().any(|keys| keys.len() > self.frame) {
             let all = core::mem::take(&mut self.keys);
-            let layers = traces.iter().zip(layers).enumerate().map(|(i, (trace, layer))| {
-                let keys = all.iter().map(|frame| frame[i].clone());
-                inspect(trace, keys.collect(), layer)
-            });
-            self.found = Some(Inspected { frame, layers: layers.collect::<Result<_>>()? });
+            let of_layers = traces.iter().zip(all).zip(layers);
+            let of_layers = of_layers.map(|((trace, keys), layer)| inspect(trace, keys, layer));
+            let layers = of_layers.collect::<Result<_>>()?;
+            self.found = Some(Inspected { frame: self.frame, layers });
         }
         Ok(())
     }
