@@ -8,6 +8,7 @@
 //! | [`LAYER`] | an event: a layer begins, until the next one or the end of the pass | `layer` |
 //! | [`OPERATION`] | a projection, a norm, attention, the head | `parameter`, an id; `bytes` |
 //! | [`OPERATION`] | [`REPLAY`] | `tokens` of all sequences |
+//! | [`OPERATION`] | [`LAUNCHED`], with the operations of the step in it | |
 //!
 //! `bytes` counts the weights or the cache that an operation reads, each byte once.
 //!
@@ -29,6 +30,10 @@ pub const OPERATION: &str = "kv::operation";
 
 /// The operation of a graph replay, whose launches have no names of their own.
 pub const REPLAY: &str = "replay";
+
+/// The operation of a captured step that is launched instead of replayed: with a subscriber, the
+/// first step of a graph. Its launches have names, and take as long as those of a replay.
+pub const LAUNCHED: &str = "launched_step";
 
 /// Enters the operation that reads `bytes` of this parameter, until the end of the scope. The bytes
 /// are not counted without a subscriber.

@@ -228,8 +228,8 @@ impl Watch {
                     Timing::Device(clock) => clock.host(time),
                     Timing::Uncompared => time.saturating_add_signed(behind),
                 });
-                let Issued { label, place, at, host } = issued;
-                Some(Launch { label, place, kernel, issued: at, host, start, end })
+                let Issued { label, place, in_step, at, host } = issued;
+                Some(Launch { label, place, in_step, kernel, issued: at, host, start, end })
             })
             .collect();
         launches.sort_by_key(|launch| (launch.start, launch.end));
@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     fn measured(at: u64, ran: Option<(u64, u64)>, method: TimingMethod, phase: u32) -> Measured {
-        let issued = Issued { label: None, place: (phase, 0), at, host: 10 };
+        let issued = Issued { label: None, place: (phase, 0), in_step: false, at, host: 10 };
         Measured { issued, thread: 0, kernel: "kernel", method, ran }
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use kv_models::spans::LAUNCHED;
 use kv_report::timeline::{Kind, Label};
 
 /// Identifies a span until it has its name.
@@ -24,6 +25,8 @@ pub(crate) struct Named {
     pub(crate) group: u32,
     /// Set for spans within a layer.
     pub(crate) in_layer: bool,
+    /// Set for a captured step that is launched.
+    pub(crate) is_step: bool,
 }
 
 #[derive(Debug, Default)]
@@ -43,8 +46,10 @@ pub(crate) const PASSES: &str = "(rest of the pass)";
 pub(crate) const OUTSIDE: &str = "(outside)";
 
 impl Labels {
+    /// Names an operation from now on.
     pub(crate) fn name_operation(&mut self, parameter: u64, name: String) {
         self.operations.insert(parameter, name);
+        self.known.remove(&Key::Parameter(parameter));
     }
 
     pub(crate) fn get(&mut self, key: Key) -> Named {
@@ -53,8 +58,9 @@ impl Labels {
         }
         let label = self.label(&key);
         let in_layer = label.kind == Kind::Operation && label.name.contains('/');
+        let is_step = label.name == LAUNCHED;
         let group = self.group(&label.group);
-        let named = Named { label: self.list.len() as u32, group, in_layer };
+        let named = Named { label: self.list.len() as u32, group, in_layer, is_step };
         self.list.push(label);
         self.known.insert(key, named);
         named
@@ -129,6 +135,12 @@ mod tests {
         assert_ne!(attend[0].label, attend[1].label);
         let names: Vec<_> = labels.list.iter().map(|label| label.name.as_str()).collect();
         assert_eq!(names, ["L2/mlp.down", "L0/attend", "L1/attend"]);
+        // A module that ran before it had a name is called by it from then on.
+        let unnamed = labels.get(Key::Parameter(8));
+        labels.name_operation(8, "L0/qkv".into());
+        let named = labels.get(Key::Parameter(8));
+        let names = [unnamed, named].map(|named| &*labels.list[named.label as usize].name);
+        assert_eq!(names, ["module", "L0/qkv"]);
         let decode = labels.get(Key::Phase("decode".into(), Some(3)));
         assert_eq!(labels.list[decode.label as usize].name, "decode_3");
         assert_eq!(labels.group_names[decode.group as usize], "decode");

@@ -8,6 +8,8 @@ pub(crate) struct Launch {
     /// The operation that issued it.
     pub(crate) label: Option<u32>,
     pub(crate) place: PhaseGroup,
+    /// True for a part of a captured step that is launched.
+    pub(crate) in_step: bool,
     pub(crate) kernel: &'static str,
     pub(crate) issued: u64,
     /// Time the host took to issue and time it.
@@ -80,6 +82,7 @@ mod tests {
         let launch = |start, end| Launch {
             label: None,
             place: (0, 0),
+            in_step: false,
             kernel: "k",
             issued: 0,
             host: 0,

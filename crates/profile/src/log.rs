@@ -54,6 +54,8 @@ struct Open {
 pub(crate) struct Issued {
     pub(crate) label: Option<u32>,
     pub(crate) place: PhaseGroup,
+    /// True for a part of a captured step that is launched.
+    pub(crate) in_step: bool,
     pub(crate) at: u64,
     /// Time the host took to issue it, once known.
     pub(crate) host: u64,
@@ -146,7 +148,8 @@ impl ThreadLog {
     pub(crate) fn issue(&self, at: u64) -> Issued {
         let open = self.open.last();
         let place = open.map_or((0, 0), |open| (open.phase, open.named.group));
-        Issued { label: open.map(|open| open.named.label), place, at, host: 0 }
+        let in_step = self.open.iter().any(|open| open.named.is_step);
+        Issued { label: open.map(|open| open.named.label), place, in_step, at, host: 0 }
     }
 
     fn end_layer(&mut self, now: u64) {
@@ -185,7 +188,7 @@ mod tests {
     use super::*;
 
     fn named(label: u32, in_layer: bool) -> Named {
-        Named { label, group: label, in_layer }
+        Named { label, group: label, in_layer, is_step: false }
     }
 
     #[test]

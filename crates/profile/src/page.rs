@@ -206,8 +206,8 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
     if launches.unmeasured > 0 {
         notes.push(format!(
             "{} launches have no time of their own: they were captured, so that a replay is all \
-             of them as one, or \
-             the device did not say when they ran.",
+             of them as one, or the device did not say when they ran. The first step of a graph is \
+             launched instead, and its replays are divided among operations like it.",
             launches.unmeasured
         ));
     }

@@ -25,6 +25,8 @@ pub(crate) struct Sums<'a> {
     copy_rate: Option<f64>,
     host: BTreeMap<PhaseGroup, Sum>,
     device: HashMap<PhaseGroup, Sum>,
+    /// The part of `device` in launched steps, in nanoseconds.
+    steps: BTreeMap<PhaseGroup, u64>,
     launches: &'a Launches,
 }
 
@@ -74,12 +76,17 @@ impl<'a> Sums<'a> {
             all.amounts.add(sum.amounts);
         }
         let mut device: HashMap<PhaseGroup, Sum> = HashMap::new();
+        let mut steps = BTreeMap::new();
         for launch in launches.queues.iter().flat_map(|queue| &queue.launches) {
             let sum = device.entry(launch.place).or_default();
             sum.count += 1;
-            sum.own += launch.end.saturating_sub(launch.start);
+            let time = launch.end.saturating_sub(launch.start);
+            sum.own += time;
+            if launch.in_step {
+                *steps.entry(launch.place).or_default() += time;
+            }
         }
-        Self { labels, wall, copy_rate, host, device, launches }
+        Self { labels, wall, copy_rate, host, device, steps, launches }
     }
 
     /// Returns every table with its heading.
@@ -91,6 +98,7 @@ impl<'a> Sums<'a> {
             if table.rows().len() > 2 {
                 let name = &self.labels.group_names[phase as usize];
                 tables.push((format!("Operations in {name}"), table));
+                tables.extend(self.replays(phase).map(|it| (format!("Replays in {name}"), it)));
             }
         }
         if !self.launches.queues.is_empty() {
@@ -244,6 +252,29 @@ impl<'a> Sums<'a> {
             table.push(row);
         }
         table
+    }
+
+    /// Divides the device's time of replays among operations as in the launched step of the phase;
+    /// `None` without either.
+    fn replays(&self, phase: u32) -> Option<Table> {
+        let name = |group: u32| &*self.labels.group_names[group as usize];
+        let is_replay = |&(of, group): &PhaseGroup| of == phase && name(group) == REPLAY;
+        let replays = self.device.iter().find(|(place, _)| is_replay(place))?.1.own;
+        let step = self.steps.range((phase, 0)..=(phase, u32::MAX));
+        let mut step: Vec<(&str, u64)> = step.map(|(place, &time)| (name(place.1), time)).collect();
+        let all: u64 = step.iter().map(|(_, time)| time).sum();
+        if all == 0 {
+            return None;
+        }
+        step.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
+        step.push(("total", all));
+        let header = ["operation", "launched step ms", "share", "replays ms"];
+        let mut table = Table::new(header);
+        for (name, time) in step {
+            let part = (replays as f64 * time as f64 / all as f64) as u64;
+            table.push([name.to_string(), ms(time), share(time, all), ms(part)]);
+        }
+        Some(table)
     }
 
     /// Formats the bytes that operations read, their rate, and its share of the copy rate. The rate

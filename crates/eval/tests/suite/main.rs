@@ -24,6 +24,7 @@ mod plan;
 mod plan_program;
 mod policy;
 mod profile;
+mod profile_device;
 mod profile_rates;
 mod prompts;
 mod real_model;

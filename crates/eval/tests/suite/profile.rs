@@ -17,7 +17,7 @@ pub(crate) struct Bar {
     pub(crate) name: String,
     pub(crate) depth: usize,
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "read of launches alone"))]
-    detail: String,
+    pub(crate) detail: String,
     pub(crate) start: f64,
     pub(crate) end: f64,
 }
@@ -88,7 +88,7 @@ pub(crate) fn number(cell: &str) -> f64 {
 }
 
 /// Returns the seconds of prefill and decode that the program prints.
-fn printed_speeds(outcome: &Outcome) -> (f64, f64) {
+pub(crate) fn printed_speeds(outcome: &Outcome) -> (f64, f64) {
     let line = outcome.stderr.lines().find(|line| line.contains("; prefill ")).unwrap();
     let seconds = |what: &str| {
         let rest = line.split_once(&format!("; {what} ")).unwrap().1;
@@ -313,119 +313,6 @@ fn an_interrupted_run_has_its_page_or_says_why_not() {
     let (code, stderr) = interrupted(&path, || fs::remove_dir_all(&folder).unwrap());
     assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains(&format!("error: profile {path}: cannot write")), "{stderr}");
-}
-
-/// On a device: launches are named, run after they are issued and within the phase that waited for
-/// them, and the device's time and its gaps are all there is between the first launch and the last.
-#[cfg(feature = "wgpu")]
-#[test]
-fn launches_of_a_device_are_on_the_hosts_clock() {
-    let space = Workspace::new();
-    let path = space.path("profile.html");
-    let more = ["--backend", "wgpu", "--prompt-tokens", "100", "--max-tokens", "24"];
-    let outcome = generate(AUSTEN, &path, &more);
-    let page = Page::read(&path);
-    let (prefill, decode) = printed_speeds(&outcome);
-    let phases = page.table("Phases");
-    // What is generated to compile kernels, beside the load, is neither.
-    assert!(phases.contains_key("compile"));
-    assert_eq!((&*phases["prefill"][0], &*phases["decode"][0]), ("1", "24"));
-    assert_near(number(&phases["prefill"][1]) / 1e3, prefill, "prefill");
-    assert_near(number(&phases["decode"][1]) / 1e3, decode, "decode");
-    let clock = "<td>clock of the queue of main</td><td>the device&#39;s timestamps, within ";
-    assert!(page.html.contains(clock), "no clock");
-    assert!(page.html.contains("no launch begins before it is issued"));
-    let bars = page.lane("queue of main");
-    let (gaps, launches): (Vec<&Bar>, Vec<&Bar>) =
-        bars.iter().partition(|bar| bar.name.starts_with("idle before "));
-    assert!(!gaps.is_empty() && gaps.iter().all(|gap| gap.detail.contains("the host was")));
-    let before: std::collections::BTreeSet<&str> =
-        gaps.iter().map(|gap| gap.name.as_str()).collect();
-    assert!(before.iter().any(|name| name.starts_with("idle before L0/")), "{before:?}");
-    assert!(launches.iter().any(|bar| bar.name == "L1/attend" && bar.detail == "PartialAttention"));
-
-    // Each step ends with a read of its logits, so that what it launched has run by then.
-    let host = page.lane("main");
-    let steps: Vec<&Bar> = host.iter().filter(|bar| bar.name.starts_with("decode_")).collect();
-    assert_eq!(steps.len(), 24);
-    let slack = 2.0;
-    for (step, next) in steps.iter().zip(&steps[1..]) {
-        let inside = launches.iter().filter(|bar| bar.start > step.start && bar.end < step.end);
-        assert!(inside.count() > 20, "{}", step.name);
-        let across = launches
-            .iter()
-            .filter(|bar| bar.start < step.end - slack && bar.end > next.start + slack);
-        assert_eq!(across.count(), 0, "launches of {} run in {}", step.name, next.name);
-    }
-
-    // Sums by operation, by kernel and by bars drawn agree, and with the gaps fill the time.
-    let kernels = number(&page.table("Kernels")["total"][1]);
-    // Kernels are compiled beside the load, by a queue of their own.
-    let compiled = page.lane("queue of compile");
-    let compiled: Vec<&Bar> =
-        compiled.iter().filter(|bar| !bar.name.starts_with("idle before ")).collect();
-    let of_queues = [launches, compiled];
-    let drawn: f64 = of_queues.iter().flatten().map(|bar| bar.end - bar.start).sum();
-    assert_near(drawn, kernels, "launches");
-    let idle = number(&page.table("Gaps between launches")["total"][1]);
-    let spans = of_queues.iter().map(|launches| {
-        let first = launches.iter().map(|bar| bar.start).fold(f64::INFINITY, f64::min);
-        launches.iter().map(|bar| bar.end).fold(0.0, f64::max) - first
-    });
-    assert_near(kernels + idle, spans.sum(), "launches and gaps");
-    let operations = page.table("Operations in decode");
-    assert_eq!(operations["qkv"][4], operations["qkv"][0], "one launch each");
-    let busy = number(&phases["decode"][8]);
-    assert_near(number(&operations["total"][5]), busy, "launches of decoding");
-    assert!(busy < number(&phases["decode"][1]), "busier than there was time");
-}
-
-/// A replayed step is one launch of many kernels that nothing observes: it is timed as a whole, so
-/// that the device is not taken to be idle.
-#[cfg(feature = "wgpu")]
-#[test]
-fn replays_are_timed_as_a_whole() {
-    let space = Workspace::new();
-    let path = space.path("profile.html");
-    let more =
-        ["--backend", "wgpu", "--graph-capture", "--prompt-tokens", "20", "--max-tokens", "9"];
-    generate(AUSTEN, &path, &more);
-    let page = Page::read(&path);
-    let replay = &page.table("Operations in decode")["replay"];
-    assert_eq!(
-        (number(&replay[0]), number(&replay[4])),
-        (8.0, 8.0),
-        "of nine tokens, one by the prompt"
-    );
-    let busy = number(&replay[5]);
-    let bars = page.lane("queue of main");
-    let replays: Vec<&Bar> =
-        bars.iter().filter(|bar| bar.name == "replay" && bar.detail == "replay").collect();
-    let drawn: f64 = replays.iter().map(|bar| bar.end - bar.start).sum();
-    assert_near(drawn, busy, "replays");
-    // Each step has one. Its share of the step says how busy the machine is, but it cannot be
-    // shorter than reading the weights once takes, at 100 GB/s, which is more than the few
-    // processors that run these tests have.
-    let weights = fs::metadata(format!("{AUSTEN}/model.safetensors")).unwrap().len();
-    let at_least = weights as f64 / 100e9 * 1e3;
-    let host = page.lane("main");
-    let steps = host.iter().filter(|bar| bar.name.starts_with("decode_"));
-    let by_step: Vec<Vec<f64>> = steps
-        .map(|step| {
-            let begun = replays.iter().filter(|bar| bar.start > step.start && bar.start < step.end);
-            begun.map(|bar| bar.end - bar.start).collect()
-        })
-        .collect();
-    let (last, replayed) = by_step.split_last().unwrap();
-    assert_eq!(
-        (replayed.len(), last.len()),
-        (8, 0),
-        "the last token is not computed on: {by_step:?}"
-    );
-    for of_step in replayed {
-        assert!(of_step.len() == 1 && of_step[0] > at_least, "{at_least} ms of {by_step:?}");
-    }
-    assert!(page.html.contains("a replay is all of them as one"));
 }
 
 /// Weights that stay packed are called by their format, and not by the type that they are computed

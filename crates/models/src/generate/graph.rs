@@ -1,17 +1,17 @@
 //! [`DecodeGraph`]: a decode step, captured once and replayed.
 
-use std::{cell::RefCell, collections::BTreeSet, fmt, marker::PhantomData, rc::Rc};
+use std::{cell::RefCell, collections::BTreeSet, fmt, marker::PhantomData, mem, rc::Rc};
 
 use burn::tensor::{Device, Graph, Tensor, capture};
 use kv_sampling::{Cursor, Draw};
-use tracing::trace_span;
+use tracing::{Level, enabled, trace_span};
 
 use super::{ids_to_tensor, picker::read_ids};
 use crate::{
     cache::ModelCache,
     error::{Error, Result},
     model::LanguageModel,
-    spans::{OPERATION, PHASE, REPLAY},
+    spans::{LAUNCHED, OPERATION, PHASE, REPLAY},
 };
 
 /// A decode step of a model over its cache, captured with [`capture`] and replayed for every token.
@@ -46,6 +46,10 @@ pub struct DecodeGraph<'a> {
     cache: &'a mut ModelCache,
     graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
     bound: Rc<RefCell<Bound>>,
+    /// The next step is launched, see [`LAUNCHED`].
+    launches: bool,
+    /// The logits of the last step, if it was launched.
+    launched: Option<Tensor<2>>,
     /// The position on the device; `None` when the host does not know it.
     position: Option<usize>,
     /// The token on the device, if the host has read it.
@@ -123,9 +127,19 @@ impl<'a> DecodeGraph<'a> {
         let held = bound.clone();
         let step = move || held.borrow_mut().step().expect("the same step succeeded before");
         let graph = capture(device, Box::new(step) as Box<dyn FnMut() -> _>);
-        let (eos, device) = (eos.clone(), device.clone());
-        let one_thread = PhantomData;
-        Ok(Self { cache, graph, bound, position: None, id: None, eos, device, one_thread })
+        let launches = graph.is_hardware() && enabled!(target: OPERATION, Level::TRACE);
+        Ok(Self {
+            cache,
+            graph,
+            bound,
+            launches,
+            launched: None,
+            position: None,
+            id: None,
+            eos: eos.clone(),
+            device: device.clone(),
+            one_thread: PhantomData,
+        })
     }
 
     /// Returns whether a replay sends a captured graph to the device. Otherwise it runs the step
@@ -157,14 +171,14 @@ impl<'a> DecodeGraph<'a> {
     /// cache.
     pub fn step(&mut self, ids: &[u32]) -> Result<&Tensor<2>> {
         self.start(ids, 1)?;
-        self.replay();
+        self.replay()?;
         if !self.eos.is_empty() {
             // If the picked token is an end-of-text id, the position on the device is past the
             // capacity. The host cannot know this without waiting.
             self.position = None;
         }
         self.advance(1)?;
-        Ok(self.graph.output())
+        Ok(self.launched.as_ref().unwrap_or_else(|| self.graph.output()))
     }
 
     /// Returns the token that the last [`step`](Self::step) of a single sequence picked.
@@ -195,7 +209,7 @@ impl<'a> DecodeGraph<'a> {
         let mut chosen = ids_to_tensor(&vec![0; max_tokens + 1], [1, max_tokens + 1], &self.device);
         let mut put = |i, value| chosen.inplace(|to| to.slice_assign([0..1, i..i + 1], value));
         for i in 0..max_tokens {
-            self.replay();
+            self.replay()?;
             put(i, self.bound.borrow().cursor.ids().clone());
         }
         put(max_tokens, self.bound.borrow().cursor.broken().clone().unsqueeze());
@@ -232,13 +246,20 @@ impl<'a> DecodeGraph<'a> {
         Ok(())
     }
 
-    fn replay(&mut self) {
+    fn replay(&mut self) -> Result<()> {
+        self.launched = None;
+        if mem::take(&mut self.launches) {
+            let _span = trace_span!(target: OPERATION, LAUNCHED).entered();
+            self.launched = Some(self.bound.borrow_mut().step()?);
+            return Ok(());
+        }
         let tokens = || self.bound.borrow().cache.batch() as u64;
         let _span = trace_span!(target: OPERATION, REPLAY, tokens = tokens()).entered();
         // SAFETY: all buffers of the step are in `bound` or in the graph and live as long as
         // `self`. As `self` is not `Send`, this is the thread that captured the graph, and all work
         // is in order on one stream.
         unsafe { self.graph.replay() };
+        Ok(())
     }
 
     /// Adds the appended tokens to the lengths on the host.
@@ -251,7 +272,7 @@ impl<'a> DecodeGraph<'a> {
 
 impl Drop for DecodeGraph<'_> {
     fn drop(&mut self) {
-        core::mem::swap(self.cache, &mut self.bound.borrow_mut().cache);
+        mem::swap(self.cache, &mut self.bound.borrow_mut().cache);
     }
 }
 

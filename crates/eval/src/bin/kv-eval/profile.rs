@@ -56,7 +56,10 @@ impl Recording {
         let timeline = recorder.finish("Where the time goes", facts);
         file.write(timeline.html().as_bytes())?;
         // An error is ignored, because standard error may be closed.
-        let of_run = timeline.tables.iter().filter(|(name, _)| name != "Operations in copy");
+        let of_run = timeline
+            .tables
+            .iter()
+            .filter(|(name, _)| !name.ends_with(" in copy") && !name.ends_with(" in compile"));
         let _ = of_run.take(TABLES).try_for_each(|(name, table)| {
             Screen::Error.line(format_args!("\n{name}"))?;
             Screen::Error.print(table.first_rows(ROWS)).map(drop)
@@ -119,10 +122,9 @@ impl ProfileArgs {
         recorder.install()?;
         let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
         let command: Vec<String> = kv_cli::command_line();
-        let Versions { kv_eval, burn, cubecl } = Versions::BUILT;
         let facts = [
             ("date", date),
-            ("version", format!("kv-eval {kv_eval}, burn {burn}, cubecl {cubecl}")),
+            ("version", Versions::BUILT.to_string()),
             ("command", command.join(" ")),
         ];
         let facts = facts.map(|(name, value)| (name.to_string(), value)).to_vec();

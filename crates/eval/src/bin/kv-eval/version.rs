@@ -16,7 +16,7 @@ pub(crate) fn long() -> &'static str {
 }
 
 fn text() -> String {
-    let Versions { kv_eval, burn, cubecl } = Versions::BUILT;
+    let Versions { burn, cubecl, .. } = Versions::BUILT;
     let backends = [
         ("flex", cfg!(feature = "flex")),
         ("wgpu", cfg!(feature = "wgpu")),
@@ -28,7 +28,7 @@ fn text() -> String {
     let program = env::current_exe().map_or("unknown".into(), |path| path.display().to_string());
     let hub = hub_folder().map_or("nowhere: HF_HOME names a folder".into(), shown);
     let lines = [
-        kv_eval.to_string(),
+        Versions::BUILT.own(),
         format!("burn {burn}, cubecl {cubecl}"),
         format!("backends: {}", backends.collect::<Vec<_>>().join(", ")),
         format!("program: {program}"),
