@@ -1,9 +1,31 @@
-//! An allocator that counts allocations: [`Tracking`].
+//! The memory of a device ([`DeviceUse`]), and an allocator that counts allocations of the host
+//! ([`Tracking`]).
 
 use std::{
     alloc::{GlobalAlloc, Layout},
+    fmt,
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
+
+use kv_models::decimal_size;
+use serde::Serialize;
+
+/// The memory that a command used on a device, and the plan made for it, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceUse {
+    /// The most that the device's allocator reserved at the end of a phase: loading, a text, a
+    /// benchmark. The allocator keeps what a phase has freed.
+    pub peak_bytes: u64,
+    /// Weights, caches and activations, as planned before the model was loaded.
+    pub planned_bytes: u64,
+}
+
+impl fmt::Display for DeviceUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [peak, planned] = [self.peak_bytes, self.planned_bytes].map(decimal_size);
+        write!(f, "peak {peak}, planned {planned}")
+    }
+}
 
 /// Counts allocations, as a program's `#[global_allocator]`.
 ///

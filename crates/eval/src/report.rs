@@ -12,7 +12,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::{LayerError, PositionKl, Result, Run, Versions};
+use crate::{LayerError, PositionKl, Result, Run, Versions, memory::DeviceUse};
 
 /// The results of an evaluation, and the settings to repeat it.
 #[derive(Clone, Debug, Serialize)]
@@ -39,6 +39,9 @@ pub struct Report {
     pub stride: usize,
     /// Notes on the computation for the user.
     pub notes: Vec<String>,
+    /// The memory used on a GPU, if it was read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_memory: Option<DeviceUse>,
     /// The runs, grouped by model, the `float` run of each model first.
     pub runs: Vec<Run>,
 }
@@ -64,6 +67,7 @@ impl Report {
             bos: None,
             stride: window,
             notes: vec![],
+            device_memory: None,
             runs: vec![],
         }
     }
@@ -235,15 +239,21 @@ impl Report {
         let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;
         html.heading("Settings")
             .pre(&format!(
-                "{}\n\n{}\nbackend {}, device {}{}",
+                "{}\n\n{}\nbackend {}, device {}\n{}{}",
                 self.command.join(" "),
                 self.versions,
                 self.backend,
                 self.device,
-                self.notes.iter().map(|note| format!("\nnote: {note}")).collect::<String>()
+                self.memory_line(),
+                self.notes.iter().map(|note| format!("note: {note}\n")).collect::<String>()
             ))
             .write(&page)?;
         Ok([vec![page], charts].concat())
+    }
+
+    /// Returns a line for the memory of a GPU, if it was read.
+    fn memory_line(&self) -> String {
+        self.device_memory.map_or(String::new(), |memory| format!("device memory: {memory}\n"))
     }
 
     /// Writes the charts into `folder`, which must exist, and adds table, charts and errors by
@@ -414,7 +424,7 @@ fn layer_table(layers: &[LayerError]) -> Table {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.summary())?;
-        write!(f, "{}", self.table())
+        write!(f, "{}{}", self.table(), self.memory_line())
     }
 }
 
@@ -427,20 +437,5 @@ pub fn device_name<T: Target>(device: &On<T>) -> String {
     match T::NAME {
         "flex" => format!("cpu, {} threads", rayon::current_num_threads()),
         _ => format!("{:?}", **device),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn versions_are_those_of_the_lock_file() {
-        let lock = include_str!("../../../Cargo.lock");
-        for (name, version) in [("burn", Versions::BUILT.burn), ("cubecl", Versions::BUILT.cubecl)]
-        {
-            let entry = format!("name = \"{name}\"\nversion = \"{version}\"\n");
-            assert!(lock.contains(&entry), "Cargo.lock has another version of {name}");
-        }
     }
 }

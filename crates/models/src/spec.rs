@@ -312,10 +312,13 @@ impl ModelSpec {
         })
     }
 
-    /// Describes a model of the first `n` layers.
+    /// Describes a model of layer `index` only.
+    ///
+    /// # Panics
+    /// Panics when the model has no such layer.
     #[must_use]
-    pub fn first(&self, n: usize) -> Self {
-        Self { layers: self.layers.iter().take(n).copied().collect(), ..self.clone() }
+    pub fn only(&self, index: usize) -> Self {
+        Self { layers: vec![self.layers[index]], ..self.clone() }
     }
 
     /// Returns the same model with this rope in all layers.

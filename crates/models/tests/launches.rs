@@ -8,8 +8,11 @@ mod common;
 
 use std::{
     collections::BTreeMap,
+    env, fs,
     path::Path,
+    process::Command,
     sync::{Arc, Mutex},
+    thread::sleep,
 };
 
 use common::{GgmlType, fixture, tiny, write_gguf};
@@ -17,7 +20,8 @@ use cubecl::logging::{
     Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
 };
 use kv_models::{
-    LoadObserver, LoadOptions, Planned, Sampling, Steps, Usage, ids_to_tensor,
+    CompileAhead, GenerateOptions, LanguageModel, LayerRule, LoadObserver, LoadOptions,
+    ModelCacheConfig, Planned, Sampling, Steps, Stores, Usage, generate, ids_to_tensor,
     kv_cubecl::{KvCacheConfig, On, Wgpu},
     kv_weights::Activations,
     load_observed, load_with,
@@ -183,4 +187,91 @@ fn launches_of_experts() {
     assert_eq!(of("PickedProduct<"), 3 * layers, "{counted:#?}");
     // The projections of attention, the router, and the head.
     assert!(of("::product::Product<") <= 5 * layers + 1, "{counted:#?}");
+}
+
+/// Compiles for each layer, with a cache of its own, while a model is loaded.
+struct Compiles([KvCacheConfig; 2], CompileAhead);
+
+impl LoadObserver for Compiles {
+    fn layer(&mut self, index: usize, model: LanguageModel) {
+        self.1.layer(model, self.0[index]);
+    }
+}
+
+/// With [`CompileAhead`], a prompt of several chunks, launched steps and captured ones compile less
+/// than a tenth of the kernels that they compile without it.
+#[test]
+fn kernels_are_compiled_during_the_load() {
+    // CubeCL reads the name of its log from a file in the current folder, once per process.
+    const CHILD: &str = "KV_COMPILED_AHEAD";
+    if let Some(ahead) = env::var_os(CHILD) {
+        return print_compiled(ahead == "1");
+    }
+    let config = "[compilation]\nlogger = { level = \"basic\", file = \"compiled.log\" }\n";
+    let compiled = ["1", "0"].map(|ahead| {
+        let scratch = tempfile::tempdir().unwrap();
+        fs::write(scratch.path().join("cubecl.toml"), config).unwrap();
+        let mut child = Command::new(env::current_exe().unwrap());
+        child.args(["--exact", "kernels_are_compiled_during_the_load", "--nocapture"]);
+        let out = child.env(CHILD, ahead).current_dir(&scratch).output().unwrap();
+        assert!(out.status.success(), "{out:?}");
+        let out = String::from_utf8(out.stdout).unwrap();
+        let mut lines = out.lines().skip_while(|line| !line.ends_with("during the load"));
+        let during: usize = lines.next().unwrap().split(' ').next().unwrap().parse().unwrap();
+        let after = lines.take_while(|line| line.starts_with("[Compiling kernel]"));
+        (during, after.map(str::to_string).collect::<Vec<_>>())
+    });
+    let [(during, after), (not_during, without)] = compiled;
+    assert!(during > not_during + 20, "{during} and {not_during} kernels");
+    // Elementwise kernels of small tensors depend on their sizes.
+    assert!(after.len() * 10 < without.len(), "{after:#?} of {}", without.len());
+    assert!(without.len() > 20, "{without:#?}");
+}
+
+/// Loads and generates, and prints what is compiled during the load and what after it.
+#[allow(clippy::print_stdout, reason = "the other process reads it")]
+fn print_compiled(ahead: bool) {
+    const CHUNK: usize = 64;
+    const CAPACITY: usize = 4 * CHUNK + 16;
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("llama.gguf");
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q4_0, &[]);
+    let wgpu = On::<Wgpu>::open().unwrap();
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let caches = ["k4v4-g8-r8", "k2v2-g16-r16-s2"].map(|text| {
+        let config: KvCacheConfig = text.parse().unwrap();
+        config.with_capacity(CAPACITY)
+    });
+    let model = match ahead {
+        true => {
+            let observer = Compiles(caches, CompileAhead::new(&wgpu, CHUNK));
+            load_observed(&file, &wgpu, options, observer)
+        }
+        false => load_with(&file, &wgpu, options),
+    };
+    let model = model.unwrap().model;
+    let compiled = || {
+        // CubeCL writes its log on another thread.
+        sleep(std::time::Duration::from_secs(2));
+        let log = fs::read_to_string("compiled.log").unwrap();
+        log.lines().map(str::to_string).collect::<Vec<_>>()
+    };
+    let during = compiled().len();
+    let [first, second] = caches;
+    let policy = ModelCacheConfig::from(first)
+        .with_rule(LayerRule::new(1..2, Stores::Cache(second)))
+        .with_capacity(CAPACITY);
+    for (graph_capture, rest) in [(false, 49), (true, 54), (false, 60)] {
+        let mut cache = model.new_cache(policy.clone(), 1, &wgpu).unwrap();
+        let options = GenerateOptions {
+            max_tokens: 8,
+            graph_capture: Some(graph_capture),
+            prefill_chunk: CHUNK,
+            ..GenerateOptions::default()
+        };
+        generate(&model, &mut cache, &vec![3; 3 * CHUNK + rest], &options, &wgpu, |_| true)
+            .unwrap();
+    }
+    println!("\n{during} kernels during the load");
+    compiled()[during..].iter().for_each(|line| println!("{line}"));
 }

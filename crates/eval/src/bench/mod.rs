@@ -118,6 +118,8 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
         copy()
     });
     let timing = time_in_turn(rounds, vec![traced])?;
+    // A device's allocator would keep these buffers, which are large.
+    device.memory_cleanup();
     Ok(bytes as f64 / timing[0].median)
 }
 

@@ -67,6 +67,39 @@ fn smollm2_float_perplexity_equals_pytorch() {
     }
 }
 
+/// The device's allocator reserves what is planned for a model and its cache, to 10%.
+#[cfg(feature = "wgpu")]
+#[track_caller]
+fn assert_planned(model: &Path, cache: &str) {
+    let text = project().join("crates/models/tests/fixtures/licenses.txt");
+    let [model, text] = [model, &text].map(|path| path.to_str().unwrap());
+    let args = ["generate", "--backend", "wgpu", "--model", model, "--prompt-file", text];
+    let more = ["--no-chat", "--prompt-tokens", "600", "--max-tokens", "2", "--cache", cache];
+    let outcome = crate::common::kv_eval(&[&args[..], &more].concat());
+    let line = outcome.stderr.lines().find_map(|line| line.strip_prefix("device memory: peak "));
+    let (peak, planned) = line.unwrap().split_once(" MB, planned ").unwrap();
+    let number = |text: &str| -> f64 { text.trim_end_matches(" MB").parse().unwrap() };
+    let ratio = number(peak) / number(planned);
+    assert!((0.9..1.1).contains(&ratio), "{line:?}: {ratio}");
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+#[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
+fn smollm2_uses_the_planned_memory_of_a_device() {
+    for cache in ["k4v4", "float"] {
+        assert_planned(&smollm2(), cache);
+    }
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+#[ignore = "needs Gemma 3: scripts/get-gemma3 or KV_GEMMA3"]
+fn gemma3_uses_the_planned_memory_of_a_device() {
+    let default = || project().join("target/models/gemma-3-270m-q4_k_m.gguf");
+    assert_planned(&env::var_os("KV_GEMMA3").map_or_else(default, PathBuf::from), "balanced");
+}
+
 #[test]
 #[ignore = "needs SmolLM2: scripts/get-smollm2 or KV_SMOLLM2"]
 fn smollm2_streaming_equals_parallel_on_the_first_512_tokens() {

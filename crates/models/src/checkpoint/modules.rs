@@ -102,7 +102,7 @@ impl Weights {
     }
 
     /// Takes the layers of `spec`, ends the import as [`finish`](Self::finish) does, and returns
-    /// the `model` with these layers. After the first layer, the
+    /// the `model` with these layers. After each layer, the
     /// [`LoadObserver`](crate::LoadObserver) receives a model with this layer only.
     ///
     /// # Errors
@@ -116,10 +116,11 @@ impl Weights {
         let n = spec.layers.len();
         let mut layers = Vec::with_capacity(n);
         for i in 0..n {
-            layers.push(layer(self, i)?);
-            if i == 0 && n > 1 {
-                self.watcher.first_layer(|| model(spec.first(1), layers.clone()).into());
+            let layer = layer(self, i)?;
+            if n > 1 {
+                self.watcher.layer(i, || model(spec.only(i), vec![layer.clone()]).into());
             }
+            layers.push(layer);
         }
         self.finish()?;
         Ok(model(spec.clone(), layers))

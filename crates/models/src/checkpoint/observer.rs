@@ -15,10 +15,11 @@ pub trait LoadObserver {
         Ok(())
     }
 
-    /// Called with a model that has only the first layer, before the other layers are read. A
-    /// device can compile kernels for it in the meantime ([`CompileAhead`](crate::CompileAhead)).
-    fn first_layer(&mut self, model: LanguageModel) {
-        let _ = model;
+    /// Called after each layer with its index and a model that has only this layer, unless the
+    /// whole model has only one. A device can compile its kernels while the other layers are read
+    /// ([`CompileAhead`](crate::CompileAhead)).
+    fn layer(&mut self, index: usize, model: LanguageModel) {
+        let _ = (index, model);
     }
 
     /// Called after each tensor with the number of its bytes.
@@ -106,9 +107,9 @@ impl Watcher {
         self.observer.as_mut().map_or(Ok(()), |observer| observer.begin(planned))
     }
 
-    pub(crate) fn first_layer(&mut self, model: impl FnOnce() -> LanguageModel) {
+    pub(crate) fn layer(&mut self, index: usize, model: impl FnOnce() -> LanguageModel) {
         if let Some(observer) = &mut self.observer {
-            observer.first_layer(model());
+            observer.layer(index, model());
         }
     }
 

@@ -184,6 +184,8 @@ pub(crate) struct Output<'a> {
     screen: Screen,
     json: Option<OutFile>,
     folder: Option<&'a Path>,
+    /// The budget of the model, if there is one.
+    pub(crate) budget: Option<MemoryBudget>,
 }
 
 impl<'a> Output<'a> {
@@ -192,7 +194,7 @@ impl<'a> Output<'a> {
             open_folder("report", folder)?;
         }
         let (screen, json) = json.open()?;
-        Ok(Self { screen, json, folder })
+        Ok(Self { screen, json, folder, budget: None })
     }
 }
 
@@ -214,7 +216,7 @@ pub(crate) fn evaluate_and_report<T: Target>(
     jobs: &[Job<'_>],
     output: Output<'_>,
 ) -> Result<()> {
-    let Output { screen, json, folder } = output;
+    let Output { screen, json, folder, budget } = output;
     let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
@@ -230,6 +232,10 @@ pub(crate) fn evaluate_and_report<T: Target>(
         report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
     }
     bar.finish_and_clear();
+    report.device_memory = budget.and_then(|budget| {
+        budget.see(device);
+        budget.device_use()
+    });
 
     // An output that cannot be written is reported after the others are written.
     let mut summary = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, OutFile, Plain, cache_help, dispatch, note};
+use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, Sampler, Sampling,
@@ -210,7 +210,12 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         interrupt,
         interrupted: false,
     };
+    let budget = writer.budget.clone();
     let interrupted = args.write(writer, prompts, template.as_ref(), &name)?;
+    if let Some(memory) = budget.device_use() {
+        Screen::Error.line(format_args!("device memory: {memory}"))?;
+        profile.fact("device memory", memory);
+    }
     if interrupted {
         profile.fact("ended", "by Ctrl-C or SIGTERM");
     }

@@ -101,6 +101,7 @@ impl<T: Target> Writer<'_, T> {
             }
         }
         self.interrupted |= interrupted;
+        self.budget.see(self.device);
         let (n, totals) = (prompts.len(), batch.totals());
         Screen::Error.line(format_args!(
             "{n} prompts, {slots} at a time: prefill {} tokens, {:.1} tokens/s; decode {} tokens, \

@@ -90,6 +90,7 @@ impl<T: Target> Writer<'_, T> {
         // The cache holds the generated tokens even if they could not be written.
         self.held = Some(held);
         self.interrupted = interrupt.stops();
+        self.budget.see(device);
         let mut generated = generated?.unwrap_or_else(|| Generated::new(Stop::Callback));
         if let Some(error) = failure {
             return Err(error);

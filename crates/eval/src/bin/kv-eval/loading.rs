@@ -1,7 +1,7 @@
 //! Loads models after checking that they fit into memory, and shows the progress.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     rc::Rc,
     time::{Duration, Instant},
 };
@@ -10,6 +10,7 @@ use burn::tensor::Device;
 use indicatif::ProgressBar;
 use kv_cli::load_bar;
 use kv_cubecl::{Flex, KvCacheConfig, Target};
+use kv_eval::memory::DeviceUse;
 use kv_models::{
     CompileAhead, GenerateOptions, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig,
     ModelSpec, Planned, Usage, WeightBytes,
@@ -18,9 +19,10 @@ use kv_models::{
 /// The memory that a command needs besides weights: its caches and its forward passes.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryRequest {
-    /// The caches, allocated one at a time. Empty means the cache that the model's files name, or
-    /// else float.
+    /// The caches. Empty means the cache that the model's files name, or else float.
     pub(crate) caches: Vec<ModelCacheConfig>,
+    /// All caches are allocated at once, not one at a time.
+    pub(crate) at_once: bool,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub(crate) capacity: usize,
     /// Do not clamp the capacity to max_position_embeddings.
@@ -29,7 +31,7 @@ pub(crate) struct MemoryRequest {
     pub(crate) batch: usize,
     /// Tokens processed in one forward pass; `None` for one chunk of prefill.
     pub(crate) pass: Option<usize>,
-    /// Compile the kernels of the first cache during the load, to generate text with it.
+    /// Compile the kernels of the first cache's layers during the load, to generate text with it.
     pub(crate) generates: bool,
 }
 
@@ -40,7 +42,15 @@ impl MemoryRequest {
         capacity: usize,
     ) -> Self {
         let caches = caches.into_iter().map(Into::into).collect();
-        Self { caches, capacity, exact: false, batch: 1, pass: None, generates: false }
+        Self {
+            caches,
+            at_once: false,
+            capacity,
+            exact: false,
+            batch: 1,
+            pass: None,
+            generates: false,
+        }
     }
 
     /// Processes as many tokens as the capacity in one forward pass.
@@ -75,21 +85,59 @@ impl MemoryRequest {
     }
 }
 
-/// The memory available before the model was loaded, and the bytes of its weights.
+/// The memory available before the model was loaded, the bytes of its weights, and the memory that
+/// is planned and used. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryBudget {
     limit: MemoryLimit,
     weights: Rc<RefCell<WeightBytes>>,
+    used: Rc<Cell<Used>>,
+}
+
+/// Bytes on the device.
+#[derive(Clone, Copy, Debug, Default)]
+struct Used {
+    /// The plan made before the model is loaded.
+    at_load: u64,
+    /// The largest plan for a cache after that; 0 without one.
+    later: u64,
+    peak: u64,
 }
 
 impl MemoryBudget {
     pub(crate) fn new(limit: MemoryLimit) -> Self {
-        Self { limit, weights: Rc::default() }
+        Self { limit, weights: Rc::default(), used: Rc::default() }
     }
 
     /// Checks that a cache fits, before it is allocated.
     pub(crate) fn check(&self, spec: &ModelSpec, usage: &Usage) -> kv_models::Result<()> {
-        Planned::new(spec, &self.weights.borrow(), None).check(usage, &self.limit)
+        let weights = self.weights.borrow();
+        let planned = Planned::new(spec, &weights, None);
+        planned.check(usage, &self.limit)?;
+        let later = planned.footprint(usage)?.total() as u64;
+        self.change(|used| used.later = used.later.max(later));
+        Ok(())
+    }
+
+    /// Reads the memory that the device's allocator has reserved, at the end of a phase. The CPU
+    /// has no such allocator.
+    pub(crate) fn see(&self, device: &Device) {
+        if let Some(now) = device.memory_pool_usage() {
+            self.change(|used| used.peak = used.peak.max(now.bytes_reserved));
+        }
+    }
+
+    /// Returns the device's memory so far; `None` on the CPU.
+    pub(crate) fn device_use(&self) -> Option<DeviceUse> {
+        let Used { at_load, later, peak } = self.used.get();
+        let planned_bytes = if later > 0 { later } else { at_load };
+        (peak > 0).then_some(DeviceUse { peak_bytes: peak, planned_bytes })
+    }
+
+    fn change(&self, f: impl FnOnce(&mut Used)) {
+        let mut used = self.used.get();
+        f(&mut used);
+        self.used.set(used);
     }
 }
 
@@ -101,8 +149,8 @@ pub(crate) struct Loading {
     bytes: usize,
     bar: Option<ProgressBar>,
     device: Device,
-    /// The cache whose kernels are compiled.
-    cache: Option<KvCacheConfig>,
+    /// The caches of the layers, for which kernels are compiled.
+    caches: Vec<KvCacheConfig>,
     ahead: Option<CompileAhead>,
 }
 
@@ -112,25 +160,35 @@ const SHORT: Duration = Duration::from_millis(700);
 impl Loading {
     pub(crate) fn new(request: MemoryRequest, budget: MemoryBudget, device: &Device) -> Self {
         let (start, device) = (Instant::now(), device.clone());
-        Self { request, budget, start, bytes: 0, bar: None, device, cache: None, ahead: None }
+        Self { request, budget, start, bytes: 0, bar: None, device, caches: vec![], ahead: None }
     }
 }
 
 impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
         self.budget.weights.replace(planned.weights.clone());
-        for usage in self.request.usages(planned.spec, planned.cache, &self.device) {
-            planned.check(&usage, &self.budget.limit)?;
-            // Kernels are compiled when only the first layer is loaded.
-            self.cache.get_or_insert_with(|| usage.cache.layer(planned.spec, 0));
+        let usages = self.request.usages(planned.spec, planned.cache, &self.device);
+        let mut caches = vec![];
+        for usage in &usages {
+            planned.check(usage, &self.budget.limit)?;
+            caches.push(planned.cache_bytes(usage)?.total());
+        }
+        let largest = caches.iter().copied().max().unwrap_or(0);
+        let caches = if self.request.at_once { caches.iter().sum() } else { largest };
+        let rest = planned.footprint(&usages[0])?;
+        let at_load = (rest.weights + rest.activations + caches) as u64;
+        self.budget.change(|used| used.at_load = at_load);
+        if self.request.generates && !Flex::hosts(&self.device) {
+            self.caches = usages[0].cache.layers(planned.spec).collect();
+            self.ahead = Some(CompileAhead::new(&self.device, usages[0].pass));
         }
         Ok(())
     }
 
-    fn first_layer(&mut self, model: LanguageModel) {
-        let generates = self.request.generates && !Flex::hosts(&self.device);
-        let cache = self.cache.filter(|_| generates);
-        self.ahead = cache.map(|cache| CompileAhead::start(model, cache, &self.device));
+    fn layer(&mut self, index: usize, model: LanguageModel) {
+        if let Some(ahead) = &mut self.ahead {
+            ahead.layer(model, self.caches[index]);
+        }
     }
 
     fn read(&mut self, bytes: usize) {

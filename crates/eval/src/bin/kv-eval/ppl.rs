@@ -75,15 +75,16 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let output = Output::open(&args.json, args.report.as_deref())?;
+    let mut output = Output::open(&args.json, args.report.as_deref())?;
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
     let caches = configs(&args.caches).into_iter();
     // The float cache always runs and is the largest.
     let caches = caches.chain([KvCacheConfig::float().into()]);
     let request = MemoryRequest::new(caches, window).in_one_pass();
-    let (Source { model, tokenizer, name, cache, notes }, _) =
+    let (Source { model, tokenizer, name, cache, notes }, budget) =
         source::load(&args.on, Weights::Restored, request, &device)?;
+    output.budget = Some(budget);
     profile.model(&model, &name);
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));

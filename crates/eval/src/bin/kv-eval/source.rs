@@ -40,19 +40,20 @@ pub(crate) fn load(
         (args.source.find()?, args.options(weights, device), args.memory_budget(device));
     let loading = Loading::new(request, budget.clone(), device);
     let loaded = once(|| load_observed(&path, device, options, loading))?;
+    budget.see(device);
     Ok((with_tokenizer(loaded, args.source.name())?, budget))
 }
 
-/// Loads a model and returns it with its name, with the dtype of its weights unless that is f32.
-/// Fails if `request` exceeds the memory budget.
+/// Loads a model and returns it with its name, with the dtype of its weights unless that is f32,
+/// and the memory budget. Fails if `request` exceeds it.
 pub(crate) fn load_model(
     args: &ModelArgs,
     request: MemoryRequest,
     device: &Device,
-) -> Result<(LanguageModel, String)> {
+) -> Result<(LanguageModel, String, MemoryBudget)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
-    let options = args.options(Weights::Packed, device);
-    let loading = Loading::new(request, args.memory_budget(device), device);
+    let (options, budget) = (args.options(Weights::Packed, device), args.memory_budget(device));
+    let loading = Loading::new(request, budget.clone(), device);
     let path = args.source.find()?;
     let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
     kv_cli::notes(&notes);
@@ -67,7 +68,7 @@ pub(crate) fn load_model(
         (WeightDtype::F32, None) => name,
         (dtype, None) => format!("{name} in {dtype}"),
     };
-    Ok((model, name))
+    Ok((model, name, budget))
 }
 
 pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {

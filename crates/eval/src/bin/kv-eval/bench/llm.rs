@@ -47,10 +47,8 @@ pub(crate) struct LlmArgs {
 impl LlmArgs {
     fn request(&self) -> MemoryRequest {
         let deepest = self.depths.iter().copied().max().unwrap_or(0);
-        MemoryRequest::new(
-            configs(&self.caches),
-            deepest.saturating_add(self.prompt.max(self.generate)),
-        )
+        let capacity = deepest.saturating_add(self.prompt.max(self.generate));
+        MemoryRequest { at_once: true, ..MemoryRequest::new(configs(&self.caches), capacity) }
     }
 
     pub(super) fn files(&self) -> NamedFiles<'_> {
@@ -63,8 +61,9 @@ impl LlmArgs {
 pub(super) fn llm<T: Target>(args: &LlmArgs, profile: &mut Profile) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(&args.json, None)?;
-    let (model, name) = source::load_model(&args.on, args.request(), &device)?;
+    let mut sinks = Sinks::open(&args.json, None)?;
+    let (model, name, budget) = source::load_model(&args.on, args.request(), &device)?;
+    sinks.budget = Some(budget);
     let caches = configs(&args.caches);
     note_policies(&caches, model.spec());
     profile.model(&model, &name);

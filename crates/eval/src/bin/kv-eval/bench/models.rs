@@ -17,7 +17,7 @@ use crate::{
     arguments::{NamedCache, configs, policies},
     common::{ModelArgs, note_policies},
     json::JsonArgs,
-    loading::MemoryRequest,
+    loading::{MemoryBudget, MemoryRequest},
     profile::Profile,
     source,
 };
@@ -78,9 +78,14 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let DecodeArgs { bench: args, samples, batch, graph_capture } = args;
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(&args.json, args.plot.as_deref())?;
-    let (model, name) =
-        args.load(batch.iter().copied().max().unwrap_or(1), timed_steps(*samples), &device)?;
+    let mut sinks = Sinks::open(&args.json, args.plot.as_deref())?;
+    let request = MemoryRequest {
+        at_once: true,
+        batch: batch.iter().copied().max().unwrap_or(1),
+        ..args.request(timed_steps(*samples))
+    };
+    let (model, name, budget) = args.load(request, &device)?;
+    sinks.budget = Some(budget);
     profile.model(&model, &name);
     let contexts = args.contexts(&model, timed_steps(*samples));
     let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
@@ -107,7 +112,8 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let rates = points.iter().map(|p| (name_of(p, several), p.context, p.tokens_per_second()));
     let title = format!("Decoding {name} on {}", T::NAME);
     let chart = by_context(title, "tokens per second", false, rates);
-    sinks.finish(&device, copied, &decode_table(&points, several), Some(&chart), &points)
+    let table = decode_table(&points, several);
+    sinks.finish(&device, copied, &table, Some(&chart), &points)
 }
 
 /// Returns the name of a line of the chart; `several` if there are several batch sizes.
@@ -154,8 +160,9 @@ pub(super) fn prefill<T: Target>(
 ) -> Result<()> {
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let sinks = Sinks::open(&args.json, args.plot.as_deref())?;
-    let (model, name) = args.load(1, 0, &device)?;
+    let mut sinks = Sinks::open(&args.json, args.plot.as_deref())?;
+    let (model, name, budget) = args.load(args.request(0), &device)?;
+    sinks.budget = Some(budget);
     profile.model(&model, &name);
     let contexts = args.contexts(&model, 0);
     let what = format!("{name} on {}, prompts passed {samples} times", T::NAME);
@@ -193,13 +200,20 @@ impl ModelBench {
             .writes("plot", self.plot.as_deref())
     }
 
-    /// Loads the model and its name. The model may have no tokenizer.
-    fn load(&self, batch: usize, steps: usize, device: &Device) -> Result<(LanguageModel, String)> {
+    /// Requests memory for the longest context and `steps` more tokens.
+    fn request(&self, steps: usize) -> MemoryRequest {
         let longest = self.contexts.iter().flatten().copied().max().unwrap_or(LONGEST);
-        let caches = configs(&self.caches);
-        let request = MemoryRequest::new(&caches, longest.saturating_add(steps));
-        let loaded = source::load_model(&self.on, MemoryRequest { batch, ..request }, device)?;
-        note_policies(&caches, loaded.0.spec());
+        MemoryRequest::new(configs(&self.caches), longest.saturating_add(steps))
+    }
+
+    /// Loads the model, its name and the memory budget. The model may have no tokenizer.
+    fn load(
+        &self,
+        request: MemoryRequest,
+        device: &Device,
+    ) -> Result<(LanguageModel, String, MemoryBudget)> {
+        let loaded = source::load_model(&self.on, request, device)?;
+        note_policies(&configs(&self.caches), loaded.0.spec());
         Ok(loaded)
     }
 

@@ -5,14 +5,20 @@ use std::path::Path;
 use anyhow::Result;
 use kv_cli::{Backend, OutFile, Screen};
 use kv_cubecl::{On, Target};
-use kv_eval::bench::{COPIED, copy_bandwidth};
+use kv_eval::{
+    bench::{COPIED, copy_bandwidth},
+    memory::DeviceUse,
+};
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
 };
 use serde::Serialize;
 
-use crate::json::{JsonArgs, write_json};
+use crate::{
+    json::{JsonArgs, write_json},
+    loading::MemoryBudget,
+};
 
 /// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]
@@ -34,6 +40,9 @@ struct Output<'a, P> {
     device: String,
     /// Bytes copied per second, each read once and written once.
     copy_bandwidth: f64,
+    /// The memory of a GPU, for a benchmark of a model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_memory: Option<DeviceUse>,
     points: &'a [P],
 }
 
@@ -47,6 +56,8 @@ pub(super) struct Sinks {
     screen: Screen,
     json: Option<OutFile>,
     plot: Option<OutFile>,
+    /// The budget of the benchmark's model.
+    pub(super) budget: Option<MemoryBudget>,
 }
 
 impl Sinks {
@@ -55,7 +66,7 @@ impl Sinks {
         let screen = Screen::beside([json.path(), plot]);
         let (_, json) = json.open()?;
         let plot = plot.map(|path| OutFile::open("plot", path)).transpose()?;
-        Ok(Self { screen, json, plot })
+        Ok(Self { screen, json, plot, budget: None })
     }
 
     /// Prints what is timed, then measures and prints the copy bandwidth.
@@ -67,8 +78,8 @@ impl Sinks {
         Ok(copied)
     }
 
-    /// Prints the table and writes the files. If a file cannot be written, the error is returned
-    /// after the others are written.
+    /// Prints the table, and the memory of a GPU if a model has a budget, and writes the files. If
+    /// a file cannot be written, the error is returned after the others are written.
     pub(super) fn finish<T: Target, P: Serialize>(
         self,
         device: &On<T>,
@@ -77,8 +88,13 @@ impl Sinks {
         chart: Option<&Chart>,
         points: &[P],
     ) -> Result<()> {
+        let device_memory = self.budget.and_then(|budget| {
+            budget.see(device);
+            budget.device_use()
+        });
         let (command, device) = (kv_cli::command_line(), format!("{:?}", **device));
-        let output = Output { command, target: T::NAME, device, copy_bandwidth, points };
+        let target = T::NAME;
+        let output = Output { command, target, device, copy_bandwidth, device_memory, points };
         let json = self.json.map_or(Ok(()), |file| write_json(file, &output));
         let plot = match (self.plot, chart) {
             (Some(file), Some(chart)) => {
@@ -87,6 +103,9 @@ impl Sinks {
             _ => Ok(()),
         };
         self.screen.print(table)?;
+        if let Some(memory) = device_memory {
+            self.screen.line(format_args!("device memory: {memory}"))?;
+        }
         json.and(plot)
     }
 }
