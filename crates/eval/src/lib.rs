@@ -29,7 +29,7 @@ pub use error::{Error, Result};
 pub use index::{IndexRecall, KeyFormat, RecallCell, index_recall};
 pub use layers::layer_errors;
 pub use needle::{NeedlePlan, NeedleRow, Needles, needles};
-pub use perplexity::{Progress, evaluate};
+pub use perplexity::{HEAD_ROWS, Progress, evaluate};
 pub use plan::{Mode, Plan};
 pub use report::{Report, device_name};
 pub use retrieval::{

@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Rows whose logits are in memory at once.
-const HEAD_ROWS: usize = 256;
+pub const HEAD_ROWS: usize = 256;
 /// Positions of an eval window per mean loss, or a multiple of them that gives at most
 /// [`POSITION_BUCKETS`] means.
 const POSITION_BUCKET: usize = 16;

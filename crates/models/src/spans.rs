@@ -31,8 +31,8 @@ pub const OPERATION: &str = "kv::operation";
 /// The operation of a graph replay, whose launches have no names of their own.
 pub const REPLAY: &str = "replay";
 
-/// The operation of a captured step that is launched instead of replayed: with a subscriber, the
-/// first step of a graph. Its launches have names, and take as long as those of a replay.
+/// The operation of a captured step that is launched instead of replayed, so that its launches have
+/// names: the first step of a graph, if there is a subscriber.
 pub const LAUNCHED: &str = "launched_step";
 
 /// Enters the operation that reads `bytes` of this parameter, until the end of the scope. The bytes

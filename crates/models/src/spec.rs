@@ -312,13 +312,23 @@ impl ModelSpec {
         })
     }
 
-    /// Describes a model of layer `index` only.
+    /// Describes a model of layer `index` only; `None` if the layer attends to entries of another.
     ///
     /// # Panics
     /// Panics when the model has no such layer.
-    #[must_use]
-    pub fn only(&self, index: usize) -> Self {
-        Self { layers: vec![self.layers[index]], ..self.clone() }
+    pub fn only(&self, index: usize) -> Option<Self> {
+        let mut layer = self.layers[index];
+        if let Some(sparse) = &mut layer.sparse {
+            let entries = sparse.entries.as_mut().map(|entries| &mut entries.owner);
+            let selection = sparse.selection.as_mut().map(|selection| &mut selection.owner);
+            for owner in entries.into_iter().chain(selection) {
+                if *owner != index {
+                    return None;
+                }
+                *owner = 0;
+            }
+        }
+        Some(Self { layers: vec![layer], ..self.clone() })
     }
 
     /// Returns the same model with this rope in all layers.

@@ -8,7 +8,7 @@ mod common;
 
 use std::{
     collections::BTreeMap,
-    env, fs,
+    env, fs, mem,
     path::Path,
     process::Command,
     sync::{Arc, Mutex},
@@ -24,7 +24,7 @@ use kv_models::{
     ModelCacheConfig, Planned, Sampling, Steps, Stores, Usage, generate, ids_to_tensor,
     kv_cubecl::{KvCacheConfig, On, Wgpu},
     kv_weights::Activations,
-    load_observed, load_with,
+    load_observed, load_with, spans,
 };
 use tracing::{
     Event, Metadata, Subscriber,
@@ -189,6 +189,58 @@ fn launches_of_experts() {
     assert!(of("::product::Product<") <= 5 * layers + 1, "{counted:#?}");
 }
 
+/// Counts spans of operations.
+#[derive(Clone, Default)]
+struct Operations(Arc<Mutex<BTreeMap<&'static str, usize>>>);
+
+impl Subscriber for Operations {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == spans::OPERATION
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        *self.0.lock().unwrap().entry(span.metadata().name()).or_default() += 1;
+        Id::from_u64(1)
+    }
+
+    fn event(&self, _: &Event<'_>) {}
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// With a subscriber, the first step of a graph is launched, which changes no bit of the logits.
+#[test]
+fn a_launched_step_is_like_a_replayed_one() {
+    let _alone = COUNTING.lock();
+    let wgpu = On::<Wgpu>::open().unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("llama.gguf");
+    write_gguf(&tiny("llama-tiny"), &file, GgmlType::Q4_0, &[]);
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let model = load_with(&file, &wgpu, options).unwrap().model;
+    let config: KvCacheConfig = "k4v4-g8-r8".parse().unwrap();
+    let logits = || {
+        let mut cache = model.new_cache(config.with_capacity(64), 1, &wgpu).unwrap();
+        model.hidden_step(ids_to_tensor(&[5; 20], [1, 20], &wgpu), &mut cache).unwrap();
+        let mut steps = Steps::new(&model, &mut cache, true, Sampling::GREEDY, &wgpu).unwrap();
+        let step = |id| steps.step(&model, &[id], &wgpu).unwrap().into_data().try_to_vec().unwrap();
+        // The tokens fill and flush the residual of 8.
+        (1..20).map(step).collect::<Vec<Vec<f32>>>()
+    };
+    let replayed = logits();
+    let operations = Operations::default();
+    let launched = tracing::subscriber::with_default(operations.clone(), logits);
+    let counted = operations.0.lock().unwrap();
+    assert_eq!((counted[spans::LAUNCHED], counted[spans::REPLAY]), (1, 18));
+    assert_eq!(launched, replayed);
+}
+
 /// Compiles for each layer, with a cache of its own, while a model is loaded.
 struct Compiles([KvCacheConfig; 2], CompileAhead);
 
@@ -216,9 +268,9 @@ fn kernels_are_compiled_during_the_load() {
         let out = child.env(CHILD, ahead).current_dir(&scratch).output().unwrap();
         assert!(out.status.success(), "{out:?}");
         let out = String::from_utf8(out.stdout).unwrap();
-        let mut lines = out.lines().skip_while(|line| !line.ends_with("during the load"));
-        let during: usize = lines.next().unwrap().split(' ').next().unwrap().parse().unwrap();
-        let after = lines.take_while(|line| line.starts_with("[Compiling kernel]"));
+        let (during, after) = out.split_once("kernels during the load\n").unwrap();
+        let during = during.lines().last().unwrap().trim().parse::<usize>().unwrap();
+        let after = after.lines().filter(|line| line.starts_with("[Compiling kernel]"));
         (during, after.map(str::to_string).collect::<Vec<_>>())
     });
     let [(during, after), (not_during, without)] = compiled;
@@ -251,10 +303,16 @@ fn print_compiled(ahead: bool) {
     };
     let model = model.unwrap().model;
     let compiled = || {
-        // CubeCL writes its log on another thread.
-        sleep(std::time::Duration::from_secs(2));
-        let log = fs::read_to_string("compiled.log").unwrap();
-        log.lines().map(str::to_string).collect::<Vec<_>>()
+        // CubeCL writes its log on another thread, so it is read until it grows no more.
+        let mut log = String::new();
+        loop {
+            let before = mem::replace(&mut log, fs::read_to_string("compiled.log").unwrap());
+            if log == before {
+                let lines = log.lines().filter(|line| line.starts_with("[Compiling kernel]"));
+                return lines.map(str::to_string).collect::<Vec<_>>();
+            }
+            sleep(std::time::Duration::from_millis(500));
+        }
     };
     let during = compiled().len();
     let [first, second] = caches;

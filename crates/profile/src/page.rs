@@ -207,7 +207,8 @@ fn notes(launches: &Launches, dropped: u64) -> Vec<String> {
         notes.push(format!(
             "{} launches have no time of their own: they were captured, so that a replay is all \
              of them as one, or the device did not say when they ran. The first step of a graph is \
-             launched instead, and its replays are divided among operations like it.",
+             launched instead, and the time of its replays is divided among operations in the same \
+             proportions.",
             launches.unmeasured
         ));
     }

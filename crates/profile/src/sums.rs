@@ -254,8 +254,8 @@ impl<'a> Sums<'a> {
         table
     }
 
-    /// Divides the device's time of replays among operations as in the launched step of the phase;
-    /// `None` without either.
+    /// Divides the device's time of replays among operations in the proportions of the launched
+    /// steps. Returns `None` if the phase has no replay or no launched step.
     fn replays(&self, phase: u32) -> Option<Table> {
         let name = |group: u32| &*self.labels.group_names[group as usize];
         let is_replay = |&(of, group): &PhaseGroup| of == phase && name(group) == REPLAY;

@@ -10,7 +10,7 @@ use kv_models::{
     spans::{OPERATION, PHASE},
 };
 use serde::Serialize;
-use tracing::trace_span;
+use tracing::{Level, enabled, trace_span};
 
 use super::{model, no_graph_capture, size, wait};
 use crate::{Error, Result};
@@ -118,6 +118,8 @@ struct Pass {
     wall: f64,
     /// Seconds of each forward pass.
     forward: Vec<f64>,
+    /// True if a profile had the first step launched and the others replayed.
+    first_launched: bool,
 }
 
 /// Times prompts and generation of `model` with each of `caches` in turn in every repetition.
@@ -217,10 +219,11 @@ fn longest_step(passes: &[Pass], depth: usize) -> Option<LongestStep> {
     let steps = passes.first().map_or(0, |pass| pass.forward.len());
     let fastest =
         |step: usize| passes.iter().map(|pass| pass.forward[step]).fold(f64::MAX, f64::min);
-    let mut steps: Vec<f64> = (0..steps).map(fastest).collect();
+    let first = usize::from(passes.first()?.first_launched);
+    let mut steps: Vec<f64> = (first..steps).map(fastest).collect();
     let (nth, &longest) = steps.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1))?;
     let over_median = longest / super::median(&mut steps);
-    Some(LongestStep { tokens: depth + nth, over_median })
+    Some(LongestStep { tokens: depth + first + nth, over_median })
 }
 
 /// Copies a cache into its own memory, so copying is not timed.
@@ -252,7 +255,7 @@ fn pass_prompt<T: Target>(
     wait(device)?;
     let forward = vec![start.elapsed().as_secs_f64()];
     pick(logits)?;
-    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
+    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward, first_launched: false })
 }
 
 /// Generates tokens greedily.
@@ -276,7 +279,8 @@ fn generate<T: Target>(
         forward.push(step.elapsed().as_secs_f64());
         id = steps.pick(&[])?;
     }
-    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward })
+    let first_launched = steps.uses_graph_capture() && enabled!(target: OPERATION, Level::TRACE);
+    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward, first_launched })
 }
 
 fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
@@ -299,11 +303,17 @@ mod tests {
 
     #[test]
     fn longest_step_is_long_in_all_repetitions() {
-        let pass = |forward: [f64; 5]| Pass { wall: 9.0, forward: forward.into() };
+        let pass =
+            |forward: [f64; 5]| Pass { wall: 9.0, forward: forward.into(), first_launched: false };
         // The first repetition was disturbed at its fourth step.
         let passes = [pass([1.0, 2.5, 1.0, 8.0, 1.5]), pass([1.25, 2.0, 1.0, 1.0, 1.0])];
         let expected = LongestStep { tokens: 101, over_median: 2.0 };
         assert_eq!(longest_step(&passes, 100), Some(expected));
+        let launched = passes.map(|pass| {
+            let forward = [&[9.0], &pass.forward[1..]].concat();
+            Pass { forward, first_launched: true, ..pass }
+        });
+        assert_eq!(longest_step(&launched, 100), Some(expected));
     }
 
     #[test]

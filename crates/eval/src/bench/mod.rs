@@ -103,7 +103,7 @@ pub fn time_in_turn(rounds: usize, mut subjects: Vec<Subject<'_>>) -> Result<Vec
 pub const COPIED: usize = 128 << 20;
 
 /// Measures the bytes copied per second between two buffers of `bytes` each: on the CPU by all
-/// threads, otherwise by the device.
+/// threads, otherwise by the device, whose allocator then releases unused memory.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -119,6 +119,7 @@ pub fn copy_bandwidth<T: Target>(device: &On<T>, bytes: usize, rounds: usize) ->
     });
     let timing = time_in_turn(rounds, vec![traced])?;
     // A device's allocator would keep these buffers, which are large.
+    let _ = device.sync();
     device.memory_cleanup();
     Ok(bytes as f64 / timing[0].median)
 }

@@ -26,6 +26,15 @@ pub struct DecodeSubject {
     pub graph_capture: bool,
 }
 
+impl DecodeSubject {
+    /// Returns the caches that [`time_decode`] holds for it, with their sequences: its own, and for
+    /// several sequences one more, which reads the text for each of them.
+    pub fn caches(&self) -> impl Iterator<Item = (ModelCacheConfig, usize)> {
+        let reader = (self.batch > 1).then_some(1);
+        [self.batch].into_iter().chain(reader).map(|batch| (self.cache.clone(), batch))
+    }
+}
+
 /// The times of decode steps of one cache at one context length.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodePoint {
@@ -89,10 +98,11 @@ pub fn time_decode<T: Target>(
     let mut filled = Vec::with_capacity(subjects.len());
     let mut readers = Vec::with_capacity(subjects.len());
     for subject in subjects {
-        let config = subject.cache.clone().with_capacity(capacity);
-        filled.push(model.new_cache(&config, subject.batch, device)?);
-        let alone = subject.batch == 1;
-        readers.push((!alone).then(|| model.new_cache(&config, 1, device)).transpose()?);
+        let mut caches = subject
+            .caches()
+            .map(|(config, batch)| model.new_cache(config.with_capacity(capacity), batch, device));
+        filled.extend(caches.next().transpose()?);
+        readers.push(caches.next().transpose()?);
     }
     let mut points = Vec::with_capacity(subjects.len() * contexts.len());
     let mut done = 0;

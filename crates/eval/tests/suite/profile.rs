@@ -172,7 +172,7 @@ fn assert_agrees(model: &str, layers: f64, named: f64) -> Page {
     for name in ["load", "prefill", "decode_1", "decode_2", "pass", "L0", "L1/qkv", "L0/attend"] {
         assert!(bars.iter().any(|bar| bar.name == name), "{name}");
     }
-    let facts = ["date", "version", "command", "backend", "adapter", "model", "cache"];
+    let facts = ["date", "version", "commit", "command", "backend", "adapter", "model", "cache"];
     for fact in facts {
         assert!(page.html.contains(&format!("<td>{fact}</td>")), "{fact}");
     }

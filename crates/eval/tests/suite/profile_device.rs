@@ -1,10 +1,12 @@
-//! Profiles of a device: its launches, and the steps that are replayed.
+//! Profiles of a device: its launches, and the steps that are replayed. Its memory.
 #![cfg(feature = "wgpu")]
 
 use std::fs;
 
+use serde_json::Value;
+
 use crate::{
-    common::Workspace,
+    common::{Workspace, kv_eval},
     profile::{AUSTEN, Bar, Page, assert_near, generate, number, printed_speeds},
 };
 
@@ -122,4 +124,37 @@ fn replays_are_timed_as_a_whole() {
         assert!(of_step.len() == 1 && of_step[0] > at_least, "{at_least} ms of {by_step:?}");
     }
     assert!(page.html.contains("a replay is all of them as one"));
+}
+
+/// The caches of 64 texts and of one that reads prompts are 98 MB of a plan of 102 MB, so a plan
+/// without one of its parts would be off by more than the pages that the allocator rounds up to.
+#[test]
+fn a_device_reserves_what_is_planned() {
+    let space = Workspace::new();
+    let prompts = space.path("prompts.txt");
+    fs::write(&prompts, "She was\n".repeat(64)).unwrap();
+    let args = ["generate", "--backend", "wgpu", "--model", AUSTEN, "--prompts", &prompts];
+    let more = ["--no-chat", "--batch", "64", "--capacity", "1000", "-n", "2"];
+    let outcome = kv_eval(&[&args[..], &more].concat());
+    let line = outcome.stderr.lines().find_map(|line| line.strip_prefix("device memory: peak "));
+    let (peak, planned) = line.unwrap().split_once(" MB, planned ").unwrap();
+    let [peak, planned] = [peak, planned].map(|text| number(text.trim_end_matches(" MB")));
+    assert!(planned > 98.0 && peak > planned && peak < 1.15 * planned, "{line:?}");
+
+    // A benchmark of two sequences holds a third, which reads the text for each of them.
+    let planned = ["1", "2"].map(|batch| {
+        let json = space.path(batch);
+        let args = ["bench", "decode", "--backend", "wgpu", "--model", AUSTEN, "--json", &json];
+        let more = ["--contexts", "500", "--batch", batch, "--samples", "3", "--cache", "float"];
+        let outcome = kv_eval(&[&args[..], &more].concat());
+        assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+        assert!(outcome.stdout.contains("\ndevice memory: peak "), "{}", outcome.stdout);
+        let json: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        let [peak, planned] = ["peak_bytes", "planned_bytes"]
+            .map(|name| json["device_memory"][name].as_u64().unwrap());
+        assert!(peak > planned, "{peak} {planned}");
+        planned
+    });
+    let sequence = 500 * 1540; // the bytes of a token by `kv-eval plan`
+    assert!(planned[1] - planned[0] > 2 * sequence, "{planned:?}");
 }

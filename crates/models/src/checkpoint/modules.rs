@@ -117,8 +117,8 @@ impl Weights {
         let mut layers = Vec::with_capacity(n);
         for i in 0..n {
             let layer = layer(self, i)?;
-            if n > 1 {
-                self.watcher.layer(i, || model(spec.only(i), vec![layer.clone()]).into());
+            if let Some(only) = spec.only(i).filter(|_| n > 1) {
+                self.watcher.layer(i, || model(only, vec![layer.clone()]).into());
             }
             layers.push(layer);
         }

@@ -15,9 +15,9 @@ pub trait LoadObserver {
         Ok(())
     }
 
-    /// Called after each layer with its index and a model that has only this layer, unless the
-    /// whole model has only one. A device can compile its kernels while the other layers are read
-    /// ([`CompileAhead`](crate::CompileAhead)).
+    /// Called after each layer with its index and a model that has only this layer. A device can
+    /// compile its kernels while the other layers are read ([`CompileAhead`](crate::CompileAhead)).
+    /// Not called for the only layer of a model, and for layers that depend on others.
     fn layer(&mut self, index: usize, model: LanguageModel) {
         let _ = (index, model);
     }

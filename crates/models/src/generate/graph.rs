@@ -20,6 +20,9 @@ use crate::{
 /// A step is some hundred launches of small kernels. Graph capture sends them to the device at
 /// once: on CUDA and ROCm as a graph of the driver, on WGPU as one prepared list. Without support
 /// for capture (see [`is_captured`](Self::is_captured)), every replay launches the kernels again.
+/// With a subscriber to [spans](crate::spans), the first step is launched and not replayed, so that
+/// its operations can be told apart.
+///
 /// The step picks its next token itself, and token and position stay on the device. So
 /// [`continued`](Self::continued) waits for the device once per call rather than once per token,
 /// and reads no logits.
@@ -46,7 +49,7 @@ pub struct DecodeGraph<'a> {
     cache: &'a mut ModelCache,
     graph: Graph<Tensor<2>, Box<dyn FnMut() -> Tensor<2>>>,
     bound: Rc<RefCell<Bound>>,
-    /// The next step is launched, see [`LAUNCHED`].
+    /// True if the next step is launched, see [`LAUNCHED`].
     launches: bool,
     /// The logits of the last step, if it was launched.
     launched: Option<Tensor<2>>,
@@ -164,7 +167,7 @@ impl<'a> DecodeGraph<'a> {
     }
 
     /// Appends one token to every sequence. Returns the logits after it, `[batch, vocab]`, in a
-    /// buffer that the next step overwrites.
+    /// buffer that the next step may overwrite.
     ///
     /// # Errors
     /// Fails unless there is one id per sequence, for an id outside the vocabulary, and for a full

@@ -14,7 +14,7 @@ use kv_cli::{
     Backend, MemorySize, ModelSource, OutFile, Screen, memory_limit, note, open_folder, token_bar,
 };
 use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers};
+use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers, memory::DeviceUse};
 use kv_models::{
     LanguageModel, LoadOptions, ModelCacheConfig, ModelSpec, Tokenizer, WeightDtype, decimal_size,
     kv_weights::{self, Activations, GroupSize, WeightFormat},
@@ -184,8 +184,6 @@ pub(crate) struct Output<'a> {
     screen: Screen,
     json: Option<OutFile>,
     folder: Option<&'a Path>,
-    /// The budget of the model, if there is one.
-    pub(crate) budget: Option<MemoryBudget>,
 }
 
 impl<'a> Output<'a> {
@@ -194,7 +192,7 @@ impl<'a> Output<'a> {
             open_folder("report", folder)?;
         }
         let (screen, json) = json.open()?;
-        Ok(Self { screen, json, folder, budget: None })
+        Ok(Self { screen, json, folder })
     }
 }
 
@@ -209,14 +207,16 @@ pub(crate) struct Text {
     pub(crate) notes: Vec<String>,
 }
 
-/// Runs `jobs` on the same tokens of `text`, and prints and writes their report.
+/// Runs `jobs` on the same tokens of `text`, and prints and writes their report, with the plan of
+/// `budget` beside the memory of a device.
 pub(crate) fn evaluate_and_report<T: Target>(
     device: &On<T>,
     text: Text,
     jobs: &[Job<'_>],
+    budget: Option<&MemoryBudget>,
     output: Output<'_>,
 ) -> Result<()> {
-    let Output { screen, json, folder, budget } = output;
+    let Output { screen, json, folder } = output;
     let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
@@ -232,10 +232,8 @@ pub(crate) fn evaluate_and_report<T: Target>(
         report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
     }
     bar.finish_and_clear();
-    report.device_memory = budget.and_then(|budget| {
-        budget.see(device);
-        budget.device_use()
-    });
+    report.device_memory =
+        budget.map_or_else(|| DeviceUse::now(device), |budget| budget.device_use(device));
 
     // An output that cannot be written is reported after the others are written.
     let mut summary = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());

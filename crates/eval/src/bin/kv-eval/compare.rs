@@ -129,7 +129,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let bos = bos.and_then(|bos| base.tokenizer.id_to_token(bos));
     let notes = [&base.notes[..], &tuned.notes].concat();
     let text = Text { name: text_name, bytes, bos, notes };
-    evaluate_and_report(&device, text, &jobs, output)?;
+    evaluate_and_report(&device, text, &jobs, None, output)?;
     if let Some(why) = without_report {
         note(format_args!("no report was written: {why}; --report names another folder"));
     }

@@ -210,9 +210,9 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         interrupt,
         interrupted: false,
     };
-    let budget = writer.budget.clone();
+    let (budget, at) = (writer.budget.clone(), writer.device);
     let interrupted = args.write(writer, prompts, template.as_ref(), &name)?;
-    if let Some(memory) = budget.device_use() {
+    if let Some(memory) = budget.device_use(at) {
         Screen::Error.line(format_args!("device memory: {memory}"))?;
         profile.fact("device memory", memory);
     }
@@ -373,7 +373,11 @@ impl Args {
             [] => CONVERSATION,
             _ => longest.saturating_add(self.max_tokens).max(1),
         });
-        let batch = self.batch.min(prompts.len()).max(1);
+        // A batch has one sequence more, which reads the prompts.
+        let batch = match prompts.len() {
+            0 | 1 => 1,
+            n => self.batch.min(n).saturating_add(1),
+        };
         let exact = self.capacity.is_some();
         MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(&self.cache, capacity) }
     }

@@ -60,7 +60,9 @@ impl<T: Target> Writer<'_, T> {
     pub(crate) fn write_several(&mut self, prompts: &[Vec<u32>], slots: usize) -> Result<()> {
         let slots = slots.min(prompts.len());
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let mut cache = self.new_cache(longest, slots)?;
+        // One sequence more reads the prompts.
+        let config = self.fitting(longest, slots + 1)?;
+        let mut cache = self.model.new_cache(config, slots, self.device)?;
         let (capacity, bytes) = (cache.remaining(), cache.memory_bytes().total());
         let mut batch = Batch::new(self.model, &mut cache, self.options.clone(), self.device)?;
         for (i, prompt) in prompts.iter().enumerate() {

@@ -6,8 +6,8 @@ use anyhow::{Result, bail};
 use kv_cli::Screen;
 use kv_cubecl::{On, Target};
 use kv_models::{
-    Checkpoints, GenerateOptions, Generated, LanguageModel, ModelCache, ModelCacheConfig,
-    PromptCache, SavedAs, SavedCache, Tokenizer, Usage,
+    Checkpoints, GenerateOptions, Generated, LanguageModel, ModelCacheConfig, PromptCache, SavedAs,
+    SavedCache, Tokenizer, Usage,
     chat::Message,
     generate::{Stop, StopStrings},
 };
@@ -144,18 +144,15 @@ impl<T: Target> Writer<'_, T> {
             // It is saved if this turn fails.
             other => {
                 let other = other.filter(|_| self.saves.is_some());
-                Ok((PromptCache::new(self.new_cache(ids.len(), 1)?, self.checkpoints)?, other))
+                let cache = self.model.new_cache(self.fitting(ids.len(), 1)?, 1, self.device)?;
+                Ok((PromptCache::new(cache, self.checkpoints)?, other))
             }
         }
     }
 
-    /// Allocates a cache for `batch` sequences whose longest prompt has `n_prompt` tokens.
-    pub(crate) fn new_cache(&self, n_prompt: usize, batch: usize) -> Result<ModelCache> {
-        Ok(self.model.new_cache(self.fitting(n_prompt, batch)?, batch, self.device)?)
-    }
-
-    /// Returns the configuration of such a cache, after checking that it fits into memory.
-    fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
+    /// Returns the configuration of a cache for `batch` sequences whose longest prompt has
+    /// `n_prompt` tokens, after checking that it fits into memory.
+    pub(crate) fn fitting(&self, n_prompt: usize, batch: usize) -> Result<ModelCacheConfig> {
         let most = self.model.max_positions();
         // Prefill refuses a prompt beyond the model's limit; the allocation does not.
         let wanted = n_prompt.saturating_add(self.options.max_tokens).min(most);

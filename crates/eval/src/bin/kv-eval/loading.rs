@@ -2,6 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    cmp::Reverse,
     rc::Rc,
     time::{Duration, Instant},
 };
@@ -13,7 +14,7 @@ use kv_cubecl::{Flex, KvCacheConfig, Target};
 use kv_eval::memory::DeviceUse;
 use kv_models::{
     CompileAhead, GenerateOptions, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig,
-    ModelSpec, Planned, Usage, WeightBytes,
+    ModelSpec, Planned, Usage, WeightBytes, decimal_size,
 };
 
 /// The memory that a command needs besides weights: its caches and its forward passes.
@@ -21,8 +22,11 @@ use kv_models::{
 pub(crate) struct MemoryRequest {
     /// The caches. Empty means the cache that the model's files name, or else float.
     pub(crate) caches: Vec<ModelCacheConfig>,
-    /// All caches are allocated at once, not one at a time.
-    pub(crate) at_once: bool,
+    /// The caches that a benchmark holds at once, with their sequences. Empty if only one of
+    /// `caches` is held at a time.
+    pub(crate) held: Vec<(ModelCacheConfig, usize)>,
+    /// One of the held caches is copied at a time.
+    pub(crate) copies: bool,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub(crate) capacity: usize,
     /// Do not clamp the capacity to max_position_embeddings.
@@ -31,6 +35,8 @@ pub(crate) struct MemoryRequest {
     pub(crate) batch: usize,
     /// Tokens processed in one forward pass; `None` for one chunk of prefill.
     pub(crate) pass: Option<usize>,
+    /// Rows of logits besides the last of each sequence, counted in the plan of a device's memory.
+    pub(crate) logits: usize,
     /// Compile the kernels of the first cache's layers during the load, to generate text with it.
     pub(crate) generates: bool,
 }
@@ -44,11 +50,13 @@ impl MemoryRequest {
         let caches = caches.into_iter().map(Into::into).collect();
         Self {
             caches,
-            at_once: false,
+            held: vec![],
+            copies: false,
             capacity,
             exact: false,
             batch: 1,
             pass: None,
+            logits: 0,
             generates: false,
         }
     }
@@ -56,6 +64,26 @@ impl MemoryRequest {
     /// Processes as many tokens as the capacity in one forward pass.
     pub(crate) fn in_one_pass(self) -> Self {
         Self { pass: Some(self.capacity), ..self }
+    }
+
+    /// Returns the bytes that weights, activations and caches take together.
+    fn total(&self, planned: &Planned<'_>, usages: &[Usage]) -> kv_models::Result<u64> {
+        let needed = usages.iter().map(|usage| planned.footprint(usage));
+        let mut needed = needed.collect::<kv_models::Result<Vec<_>>>()?;
+        needed.sort_by_key(|needed| Reverse(needed.total()));
+        let held = self.held.iter().map(|(cache, batch)| {
+            let cache = cache.clone().with_capacity(usages[0].cache.capacity);
+            Ok(planned.cache_bytes(&Usage::new(cache).with_batch(*batch))?.total())
+        });
+        let mut held = held.collect::<kv_models::Result<Vec<_>>>()?;
+        if held.is_empty() {
+            held.push(needed[0].cache);
+        } else if self.copies {
+            held.extend(held.iter().copied().max());
+        }
+        let logits = size_of::<f32>() * self.logits * planned.spec.vocab_size;
+        let rest = needed[0].weights + needed[0].activations + logits;
+        Ok((rest + held.iter().sum::<usize>()) as u64)
     }
 
     fn usages(
@@ -122,15 +150,16 @@ impl MemoryBudget {
     /// Reads the memory that the device's allocator has reserved, at the end of a phase. The CPU
     /// has no such allocator.
     pub(crate) fn see(&self, device: &Device) {
-        if let Some(now) = device.memory_pool_usage() {
-            self.change(|used| used.peak = used.peak.max(now.bytes_reserved));
+        if let Some(now) = DeviceUse::now(device) {
+            self.change(|used| used.peak = used.peak.max(now.peak_bytes));
         }
     }
 
-    /// Returns the device's memory so far; `None` on the CPU.
-    pub(crate) fn device_use(&self) -> Option<DeviceUse> {
+    /// Returns the device's memory until now; `None` on the CPU.
+    pub(crate) fn device_use(&self, device: &Device) -> Option<DeviceUse> {
+        self.see(device);
         let Used { at_load, later, peak } = self.used.get();
-        let planned_bytes = if later > 0 { later } else { at_load };
+        let planned_bytes = Some(if later > 0 { later } else { at_load });
         (peak > 0).then_some(DeviceUse { peak_bytes: peak, planned_bytes })
     }
 
@@ -168,15 +197,19 @@ impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
         self.budget.weights.replace(planned.weights.clone());
         let usages = self.request.usages(planned.spec, planned.cache, &self.device);
-        let mut caches = vec![];
         for usage in &usages {
             planned.check(usage, &self.budget.limit)?;
-            caches.push(planned.cache_bytes(usage)?.total());
         }
-        let largest = caches.iter().copied().max().unwrap_or(0);
-        let caches = if self.request.at_once { caches.iter().sum() } else { largest };
-        let rest = planned.footprint(&usages[0])?;
-        let at_load = (rest.weights + rest.activations + caches) as u64;
+        let at_load = self.request.total(planned, &usages)?;
+        if let Some(total) = self.budget.limit.total.filter(|&total| at_load > total) {
+            let [needed, total] = [at_load, total].map(decimal_size);
+            let rule = format!(
+                "need {needed} at once, but {} is {total}; compare fewer caches",
+                self.budget.limit.source
+            );
+            let held = format!("{} caches", self.request.held.len());
+            return Err(kv_models::Error::argument("cache", held, rule));
+        }
         self.budget.change(|used| used.at_load = at_load);
         if self.request.generates && !Flex::hosts(&self.device) {
             self.caches = usages[0].cache.layers(planned.spec).collect();
@@ -206,6 +239,9 @@ impl Drop for Loading {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
+        }
+        if let Some(reserved) = self.ahead.take().and_then(CompileAhead::finish) {
+            self.budget.change(|used| used.peak = used.peak.max(reserved));
         }
     }
 }

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use kv_cli::{NamedFiles, Plain, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_eval::{Mode, Plan};
+use kv_eval::{HEAD_ROWS, Mode, Plan};
 use kv_models::KV_CACHE_FILE;
 
 use crate::{
@@ -75,16 +75,17 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut profile = args.profile.start()?;
     let device = On::<T>::open()?;
     profile.device(&device)?;
-    let mut output = Output::open(&args.json, args.report.as_deref())?;
+    let output = Output::open(&args.json, args.report.as_deref())?;
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
     let caches = configs(&args.caches).into_iter();
     // The float cache always runs and is the largest.
     let caches = caches.chain([KvCacheConfig::float().into()]);
-    let request = MemoryRequest::new(caches, window).in_one_pass();
+    // Those with the float cache, those to compare, and a copy in f32.
+    let logits = 3 * window.min(HEAD_ROWS);
+    let request = MemoryRequest { logits, ..MemoryRequest::new(caches, window).in_one_pass() };
     let (Source { model, tokenizer, name, cache, notes }, budget) =
         source::load(&args.on, Weights::Restored, request, &device)?;
-    output.budget = Some(budget);
     profile.model(&model, &name);
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
@@ -107,6 +108,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
     let text = Text { name: text_name(&args.text.path), bytes, bos, notes };
-    evaluate_and_report(&device, text, &jobs, output)?;
+    evaluate_and_report(&device, text, &jobs, Some(&budget), output)?;
     profile.finish()
 }

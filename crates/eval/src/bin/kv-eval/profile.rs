@@ -21,6 +21,8 @@ use kv_models::LanguageModel;
 use kv_profile::Recorder;
 use kv_world_model::GameRft;
 
+use crate::version::COMMIT;
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProfileArgs {
     /// Write a timeline page to this file: threads and device queues by layer and operation, with
@@ -30,7 +32,7 @@ pub(crate) struct ProfileArgs {
 }
 
 /// Tables that are also printed, and their rows.
-const TABLES: usize = 3;
+const TABLES: usize = 4;
 const ROWS: usize = 12;
 
 /// Number of copies that measure the rate of copies.
@@ -56,6 +58,7 @@ impl Recording {
         let timeline = recorder.finish("Where the time goes", facts);
         file.write(timeline.html().as_bytes())?;
         // An error is ignored, because standard error may be closed.
+        // These are not a part of the run.
         let of_run = timeline
             .tables
             .iter()
@@ -125,6 +128,7 @@ impl ProfileArgs {
         let facts = [
             ("date", date),
             ("version", Versions::BUILT.to_string()),
+            ("commit", COMMIT.to_string()),
             ("command", command.join(" ")),
         ];
         let facts = facts.map(|(name, value)| (name.to_string(), value)).to_vec();

@@ -2,12 +2,20 @@
 
 use std::{env, path::Path, sync::LazyLock};
 
+use git_version::git_version;
 use kv_cli::hub_folder;
 use kv_eval::Versions;
 use kv_eval_models::{BuiltIn, HELDOUT};
 use kv_models::decimal_size;
 
 use crate::compare::REPORT;
+
+/// The commit that the program was built from, with `-modified` if tracked files differed; empty
+/// outside a Git repository. It is not in the library, which would be built again for each commit.
+pub(crate) const COMMIT: &str = git_version!(
+    args = ["--always", "--exclude=*", "--abbrev=12", "--dirty=-modified"],
+    fallback = ""
+);
 
 /// Returns the version and the paths, one per line.
 pub(crate) fn long() -> &'static str {
@@ -16,7 +24,7 @@ pub(crate) fn long() -> &'static str {
 }
 
 fn text() -> String {
-    let Versions { burn, cubecl, .. } = Versions::BUILT;
+    let Versions { kv_eval, burn, cubecl } = Versions::BUILT;
     let backends = [
         ("flex", cfg!(feature = "flex")),
         ("wgpu", cfg!(feature = "wgpu")),
@@ -28,7 +36,10 @@ fn text() -> String {
     let program = env::current_exe().map_or("unknown".into(), |path| path.display().to_string());
     let hub = hub_folder().map_or("nowhere: HF_HOME names a folder".into(), shown);
     let lines = [
-        Versions::BUILT.own(),
+        match COMMIT {
+            "" => kv_eval.into(),
+            commit => format!("{kv_eval} ({commit})"),
+        },
         format!("burn {burn}, cubecl {cubecl}"),
         format!("backends: {}", backends.collect::<Vec<_>>().join(", ")),
         format!("program: {program}"),

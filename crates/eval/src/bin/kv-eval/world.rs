@@ -15,6 +15,7 @@ use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch, note, open_f
 use kv_cubecl::{Frames, On, Side, Target};
 use kv_eval::{
     device_name,
+    memory::DeviceUse,
     world::{
         LayerCaches, LayerScales, RolloutPlan, Truth, World, WorldPoint, compare, compare_bytes,
     },
@@ -136,6 +137,8 @@ struct Output<'a> {
     device: String,
     seeds: u64,
     context: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_memory: Option<DeviceUse>,
     points: &'a [WorldPoint],
 }
 
@@ -345,11 +348,12 @@ fn play<T: Target>(args: &Args) -> Result<()> {
         device: device_name(&device),
         seeds: args.seeds,
         context: args.context,
+        device_memory: DeviceUse::now(&device),
         points: &points,
     };
     let json = json.map_or(Ok(()), |file| write_json(file, &output));
     let pictures = args.out.as_ref().map(|folder| write_pictures(folder, &points, &rows));
-    let printed = print_points(screen, &points, &truth, args.context);
+    let printed = print_points(screen, &points, &truth, args.context, output.device_memory);
     let profiled = profile.finish();
     let written = logged.and(inspected).and(json).and(pictures.unwrap_or(Ok(())));
     written.and(printed).and(profiled)?;

@@ -48,7 +48,9 @@ impl LlmArgs {
     fn request(&self) -> MemoryRequest {
         let deepest = self.depths.iter().copied().max().unwrap_or(0);
         let capacity = deepest.saturating_add(self.prompt.max(self.generate));
-        MemoryRequest { at_once: true, ..MemoryRequest::new(configs(&self.caches), capacity) }
+        let caches = configs(&self.caches);
+        let held = caches.iter().map(|cache| (cache.clone(), 1)).collect();
+        MemoryRequest { held, copies: true, ..MemoryRequest::new(caches, capacity) }
     }
 
     pub(super) fn files(&self) -> NamedFiles<'_> {

@@ -79,17 +79,6 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
     let device = On::<T>::open()?;
     profile.device(&device)?;
     let mut sinks = Sinks::open(&args.json, args.plot.as_deref())?;
-    let request = MemoryRequest {
-        at_once: true,
-        batch: batch.iter().copied().max().unwrap_or(1),
-        ..args.request(timed_steps(*samples))
-    };
-    let (model, name, budget) = args.load(request, &device)?;
-    sinks.budget = Some(budget);
-    profile.model(&model, &name);
-    let contexts = args.contexts(&model, timed_steps(*samples));
-    let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
-    let copied = sinks.start(&device, &what)?;
     let ways = if *graph_capture { &[false, true][..] } else { &[false] };
     let caches = configs(&args.caches);
     let subjects: Vec<_> = caches
@@ -103,6 +92,17 @@ pub(super) fn decode<T: Target>(args: &DecodeArgs, profile: &mut Profile) -> Res
             })
         })
         .collect();
+    let request = MemoryRequest {
+        held: subjects.iter().flat_map(DecodeSubject::caches).collect(),
+        batch: batch.iter().copied().max().unwrap_or(1),
+        ..args.request(timed_steps(*samples))
+    };
+    let (model, name, budget) = args.load(request, &device)?;
+    sinks.budget = Some(budget);
+    profile.model(&model, &name);
+    let contexts = args.contexts(&model, timed_steps(*samples));
+    let what = format!("{name} on {}, median of {samples} decode steps", T::NAME);
+    let copied = sinks.start(&device, &what)?;
     let longest = contexts.last().copied().unwrap_or(0);
     let bar = args.progress(longest.saturating_mul(ways.len() * batch.len()));
     let set = |done: usize| bar.set_position(done as u64);
@@ -206,7 +206,8 @@ impl ModelBench {
         MemoryRequest::new(configs(&self.caches), longest.saturating_add(steps))
     }
 
-    /// Loads the model, its name and the memory budget. The model may have no tokenizer.
+    /// Loads the model and returns it with its name and the memory budget. The model may have no
+    /// tokenizer.
     fn load(
         &self,
         request: MemoryRequest,

@@ -88,10 +88,7 @@ impl Sinks {
         chart: Option<&Chart>,
         points: &[P],
     ) -> Result<()> {
-        let device_memory = self.budget.and_then(|budget| {
-            budget.see(device);
-            budget.device_use()
-        });
+        let device_memory = self.budget.and_then(|budget| budget.device_use(device));
         let (command, device) = (kv_cli::command_line(), format!("{:?}", **device));
         let target = T::NAME;
         let output = Output { command, target, device, copy_bandwidth, device_memory, points };

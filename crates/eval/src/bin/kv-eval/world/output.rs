@@ -4,7 +4,10 @@ use std::path::Path;
 
 use anyhow::Result;
 use kv_cli::{OutFile, Screen};
-use kv_eval::world::{LayerScales, Truth, WorldPoint, decibels, mean, squared_error};
+use kv_eval::{
+    memory::DeviceUse,
+    world::{LayerScales, Truth, WorldPoint, decibels, mean, squared_error},
+};
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
@@ -21,6 +24,7 @@ pub(super) fn print_points(
     points: &[WorldPoint],
     truth: &Truth,
     context: usize,
+    memory: Option<DeviceUse>,
 ) -> Result<()> {
     screen.print(table(points))?;
     for point in points.iter().filter(|point| !point.scales.is_empty()) {
@@ -39,6 +43,9 @@ pub(super) fn print_points(
         decibels(mean(&points[0].squared_error)),
         decibels(mean(&errors.collect::<Vec<_>>())),
     ))?;
+    if let Some(memory) = memory {
+        screen.line(format_args!("device memory: {memory}"))?;
+    }
     Ok(())
 }
 
