@@ -242,11 +242,15 @@ fn a_launched_step_is_like_a_replayed_one() {
 }
 
 /// Compiles for each layer, with a cache of its own, while a model is loaded.
-struct Compiles([KvCacheConfig; 2], CompileAhead);
+struct Compiles([KvCacheConfig; 2], Option<CompileAhead>);
 
 impl LoadObserver for Compiles {
     fn layer(&mut self, index: usize, model: LanguageModel) {
-        self.1.layer(model, self.0[index]);
+        self.1.as_mut().unwrap().layer(model, self.0[index]);
+    }
+
+    fn end(&mut self) {
+        self.1.take().and_then(CompileAhead::finish);
     }
 }
 
@@ -296,7 +300,7 @@ fn print_compiled(ahead: bool) {
     });
     let model = match ahead {
         true => {
-            let observer = Compiles(caches, CompileAhead::new(&wgpu, CHUNK));
+            let observer = Compiles(caches, Some(CompileAhead::new(&wgpu, CHUNK)));
             load_observed(&file, &wgpu, options, observer)
         }
         false => load_with(&file, &wgpu, options),

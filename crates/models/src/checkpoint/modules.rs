@@ -123,6 +123,7 @@ impl Weights {
             layers.push(layer);
         }
         self.finish()?;
+        self.watcher.end();
         Ok(model(spec.clone(), layers))
     }
 }

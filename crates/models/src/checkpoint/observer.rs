@@ -26,6 +26,10 @@ pub trait LoadObserver {
     fn read(&mut self, bytes: usize) {
         let _ = bytes;
     }
+
+    /// Called when all weights are read. If it is not called before the observer is dropped, the
+    /// load has failed.
+    fn end(&mut self) {}
 }
 
 /// A model that is about to be loaded.
@@ -110,6 +114,12 @@ impl Watcher {
     pub(crate) fn layer(&mut self, index: usize, model: impl FnOnce() -> LanguageModel) {
         if let Some(observer) = &mut self.observer {
             observer.layer(index, model());
+        }
+    }
+
+    pub(crate) fn end(&mut self) {
+        if let Some(observer) = &mut self.observer {
+            observer.end();
         }
     }
 

@@ -1,7 +1,11 @@
 //! Compiles kernels before they are needed.
 
 use std::{
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+        mpsc::{Receiver, Sender, channel},
+    },
     thread::{self, JoinHandle},
 };
 
@@ -23,11 +27,13 @@ const TOKENS: usize = 3;
 /// A device compiles a kernel on its first launch, which for a model takes as long as many tokens.
 /// Layers with the same shapes, types of weights and cache use the same kernels. So a model of one
 /// layer, from [`LoadObserver::layer`](crate::LoadObserver::layer), compiles them for all layers
-/// like it while other layers load. Dropping the value waits for the end.
+/// like it while other layers load. Dropping the value skips the layers that wait.
 #[derive(Debug)]
 pub struct CompileAhead {
     /// The kinds of layers whose kernels are compiled or about to be.
     known: Vec<Kind>,
+    /// Set to skip what waits.
+    skips: Arc<AtomicBool>,
     /// The thread and the layers it is to compile for; `None` if the system starts no thread.
     thread: Option<(Sender<Layer>, JoinHandle<Option<u64>>)>,
 }
@@ -48,11 +54,12 @@ impl CompileAhead {
     /// Starts a thread that compiles for `device`. `prefill_chunk` is the number of tokens per
     /// [chunk](GenerateOptions::prefill_chunk) of later prompts.
     pub fn new(device: &Device, prefill_chunk: usize) -> Self {
-        let device = device.clone();
         let (sender, layers) = channel();
-        let compile = move || compile(&layers, prefill_chunk, &device);
+        let skips = Arc::<AtomicBool>::default();
+        let (device, skip) = (device.clone(), skips.clone());
+        let compile = move || compile(&layers, prefill_chunk, &skip, &device);
         let thread = thread::Builder::new().name("compile".into()).spawn(compile).ok();
-        Self { known: vec![], thread: thread.map(|thread| (sender, thread)) }
+        Self { known: vec![], skips, thread: thread.map(|thread| (sender, thread)) }
     }
 
     /// Compiles for `model`, which has one layer, unless a layer of the same kind was given before.
@@ -85,15 +92,22 @@ impl CompileAhead {
 
 impl Drop for CompileAhead {
     fn drop(&mut self) {
+        self.skips.store(true, Relaxed);
         self.wait();
     }
 }
 
-fn compile(layers: &Receiver<Layer>, prefill_chunk: usize, device: &Device) -> Option<u64> {
+fn compile(
+    layers: &Receiver<Layer>,
+    prefill_chunk: usize,
+    skips: &AtomicBool,
+    device: &Device,
+) -> Option<u64> {
     // The profile must not count this as prefill and decode steps of the run.
     let phase = || trace_span!(target: PHASE, "compile").entered();
+    let goes_on = || !skips.load(Relaxed);
     let mut given = vec![];
-    for (model, cache) in layers {
+    for (model, cache) in layers.iter().take_while(|_| goes_on()) {
         let _phase = phase();
         // Kernels depend on the length of a prompt. All tokens of a short one stay in float. A
         // whole chunk is quantized in part, and the prompts after it attend to quantized tokens:
@@ -110,8 +124,8 @@ fn compile(layers: &Receiver<Layer>, prefill_chunk: usize, device: &Device) -> O
     // While a device captures, CUDA lets no thread allocate memory. By now everything is loaded.
     let _phase = phase();
     given.retain(|(model, _)| model.decoder().captures());
-    if !given.is_empty() && DecodeGraph::is_supported(device) {
-        for (model, cache) in given {
+    if !given.is_empty() && goes_on() && DecodeGraph::is_supported(device) {
+        for (model, cache) in given.into_iter().take_while(|_| goes_on()) {
             // A captured step uses the same kernels after every prompt.
             continue_prompts(&model, cache, &[PROMPT], prefill_chunk, true, device);
         }

@@ -181,6 +181,7 @@ pub(crate) struct Loading {
     /// The caches of the layers, for which kernels are compiled.
     caches: Vec<KvCacheConfig>,
     ahead: Option<CompileAhead>,
+    loaded: bool,
 }
 
 /// A load shorter than this shows no bar.
@@ -189,7 +190,17 @@ const SHORT: Duration = Duration::from_millis(700);
 impl Loading {
     pub(crate) fn new(request: MemoryRequest, budget: MemoryBudget, device: &Device) -> Self {
         let (start, device) = (Instant::now(), device.clone());
-        Self { request, budget, start, bytes: 0, bar: None, device, caches: vec![], ahead: None }
+        Self {
+            request,
+            budget,
+            start,
+            bytes: 0,
+            bar: None,
+            device,
+            caches: vec![],
+            ahead: None,
+            loaded: false,
+        }
     }
 }
 
@@ -233,6 +244,10 @@ impl LoadObserver for Loading {
             bar.set_position(self.bytes as u64);
         }
     }
+
+    fn end(&mut self) {
+        self.loaded = true;
+    }
 }
 
 impl Drop for Loading {
@@ -240,7 +255,8 @@ impl Drop for Loading {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        if let Some(reserved) = self.ahead.take().and_then(CompileAhead::finish) {
+        let ahead = self.ahead.take().filter(|_| self.loaded);
+        if let Some(reserved) = ahead.and_then(CompileAhead::finish) {
             self.budget.change(|used| used.peak = used.peak.max(reserved));
         }
     }
