@@ -4,8 +4,8 @@
 //! and gpt-oss are read by [`load()`] from Hugging Face folders, PyTorch checkpoints and GGUF
 //! files, and written by [`save()`] as Hugging Face folders. A model is not converted for a
 //! quantized cache. Every pass names the format of its cache, for all layers or, with a
-//! [`ModelCacheConfig`], per layer. [`deepseek_v4`] is read from Hugging Face folders with weights
-//! of 16 or 32 bits.
+//! [`ModelCacheConfig`], per layer. [`qwen3_moe`] and [`deepseek_v4`] are read from Hugging Face
+//! folders, the latter with weights of 16 or 32 bits.
 //!
 //! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
 //! [`Family`]; [`register`] makes their families known to [`load()`].
@@ -55,6 +55,7 @@ mod mxfp4;
 pub mod nn;
 mod operation_names;
 mod pass;
+pub mod qwen3_moe;
 mod registry;
 mod rope_config;
 pub mod save;

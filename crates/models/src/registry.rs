@@ -11,10 +11,17 @@ use crate::{
     gpt_oss::GptOss,
     gpt2::Gpt2,
     llama::Llama,
+    qwen3_moe::Qwen3Moe,
 };
 
-static BUILT_IN: &[&dyn Family] =
-    &[Gpt2::FAMILY, Llama::FAMILY, Gemma3::FAMILY, GptOss::FAMILY, DeepseekV4::FAMILY];
+static BUILT_IN: &[&dyn Family] = &[
+    Gpt2::FAMILY,
+    Llama::FAMILY,
+    Gemma3::FAMILY,
+    GptOss::FAMILY,
+    DeepseekV4::FAMILY,
+    Qwen3Moe::FAMILY,
+];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
 /// Makes a family known to [`load`](crate::load()) until the program ends.

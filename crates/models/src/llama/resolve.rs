@@ -48,7 +48,7 @@ pub(super) struct Raw {
 impl Raw {
     /// Returns the configuration, and adds to `notes` for the user.
     pub(super) fn resolve(self, path: &Path, notes: &mut Vec<String>) -> Result<Config> {
-        let family = self.model_type.as_str();
+        let family = self.family();
         let hidden_size = required(path, "hidden_size", self.hidden_size)?;
         let n_heads = required(path, "num_attention_heads", self.num_attention_heads)?;
         let n_kv_heads = self.num_key_value_heads.unwrap_or(n_heads);
@@ -114,6 +114,11 @@ impl Raw {
         Ok(config)
     }
 
+    /// Returns the model type; that of a mixture of experts has the same attention.
+    fn family(&self) -> &str {
+        self.model_type.strip_suffix("_moe").unwrap_or(&self.model_type)
+    }
+
     fn check_supported(&self, path: &Path) -> Result<()> {
         let act = self.hidden_act.as_deref().unwrap_or("silu");
         if act != "silu" && act != "swish" {
@@ -131,7 +136,7 @@ impl Raw {
         without_rope: &BTreeSet<usize>,
     ) -> Result<(Option<usize>, BTreeSet<usize>)> {
         let all: BTreeSet<usize> = (0..n_layers).collect();
-        let family = self.model_type.as_str();
+        let family = self.family();
         // The `sliding_window` of these families applies only with `use_sliding_window`.
         let switched = matches!(family, "qwen2" | "qwen3" | "smollm3");
         let enabled = self.use_sliding_window.unwrap_or(!switched);

@@ -53,7 +53,7 @@ fn fields_with_several_forms_list_them() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 21] = [
+    let cases: [(&str, Change, &[&str]); 25] = [
         (
             "llama-tiny",
             |c| c["num_hidden_layers"] = json!(4_000_000_000u64),
@@ -82,6 +82,22 @@ fn wrong_configurations_name_field_value_and_rule() {
             },
             &["no_rope_layer_interval = 0", "must be at least 1"],
         ),
+        (
+            "qwen3_moe-tiny",
+            |c| c["num_experts_per_tok"] = json!(9),
+            &["num_experts_per_tok = 9", "must be at most num_experts 8"],
+        ),
+        (
+            "qwen3_moe-tiny",
+            |c| c["decoder_sparse_step"] = json!(0),
+            &["decoder_sparse_step = 0", "must be at least 1"],
+        ),
+        (
+            "qwen3_moe-tiny",
+            |c| c["moe_intermediate_size"] = json!(48),
+            &["experts.0.", "[48, 64]", "[32, 64]"],
+        ),
+        ("qwen3_moe-tiny", |c| c["num_local_experts"] = json!(7), &["experts.7.", "7"]),
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),
         (

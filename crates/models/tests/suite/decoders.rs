@@ -225,7 +225,9 @@ fn a_name_belongs_to_one_family() {
     };
     let error = config("toy-2").unwrap_err().to_string();
     assert!(
-        error.contains("smollm3, gemma3_text, gpt_oss, deepseek_v4 and toy are supported"),
+        error.contains(
+            "smollm3, gemma3_text, gpt_oss, deepseek_v4, qwen3_moe and toy are supported"
+        ),
         "{error}"
     );
     assert!(config("toy").unwrap().downcast_ref::<Toy>().is_some());

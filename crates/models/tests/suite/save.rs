@@ -70,7 +70,8 @@ fn config(model: &LanguageModel) -> String {
 #[test]
 fn f32_round_trips_exactly() {
     let device = device();
-    let folders = TINY.map(tiny).into_iter().chain([fixture("pytorch-tiny")]);
+    let more = [tiny("qwen3_moe-tiny"), fixture("pytorch-tiny")];
+    let folders = TINY.map(tiny).into_iter().chain(more);
     for original in folders {
         let saved = tempfile::tempdir().unwrap();
         let loaded = load(&original, &device).unwrap();

@@ -18,8 +18,14 @@ use crate::common::{
 };
 
 /// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
-const MODELS: [&str; 5] =
-    ["llama-tiny", "gemma3-tiny", "gpt-oss-tiny", "gpt2-tiny", "mistral-swa-tiny"];
+const MODELS: [&str; 6] = [
+    "llama-tiny",
+    "gemma3-tiny",
+    "gpt-oss-tiny",
+    "gpt2-tiny",
+    "mistral-swa-tiny",
+    "qwen3_moe-tiny",
+];
 const CACHES: [&str; 8] = [
     "float",
     "float-f16",

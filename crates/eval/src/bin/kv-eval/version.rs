@@ -36,11 +36,11 @@ fn text() -> String {
     let program = env::current_exe().map_or("unknown".into(), |path| path.display().to_string());
     let hub = hub_folder().map_or("nowhere: HF_HOME names a folder".into(), shown);
     let lines = [
+        kv_eval.to_string(),
         match COMMIT {
-            "" => kv_eval.into(),
-            commit => format!("{kv_eval} ({commit})"),
+            "" => format!("burn {burn}, cubecl {cubecl}"),
+            commit => format!("commit {commit}, burn {burn}, cubecl {cubecl}"),
         },
-        format!("burn {burn}, cubecl {cubecl}"),
         format!("backends: {}", backends.collect::<Vec<_>>().join(", ")),
         format!("program: {program}"),
         format!("built in: {}, a text ({})", models.join(", "), decimal_size(HELDOUT.len() as u64)),

@@ -1,0 +1,120 @@
+//! The configuration of Qwen3-MoE, read from `config.json`.
+
+use std::{collections::BTreeSet, path::Path};
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
+    fields::{required, sizes},
+    gguf::{GgufNames, Metadata},
+    llama,
+    spec::ModelSpec,
+    stack::DecoderConfig,
+};
+
+/// The configuration of a model, with all defaults filled in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// The fields that Qwen3 has, too. The width of the MLP is that of layers without experts.
+    pub base: llama::Config,
+    /// Layers, counted from 0, with an MLP instead of experts.
+    pub dense_layers: BTreeSet<usize>,
+    /// Experts per layer.
+    pub n_experts: usize,
+    /// Experts that compute each token.
+    pub experts_per_token: usize,
+    /// Width of an expert.
+    pub expert_size: usize,
+    /// True if the weights of the selected experts are divided by their sum.
+    pub normalized: bool,
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    num_experts: Option<usize>,
+    num_local_experts: Option<usize>,
+    num_experts_per_tok: Option<usize>,
+    moe_intermediate_size: Option<usize>,
+    norm_topk_prob: Option<bool>,
+    decoder_sparse_step: Option<usize>,
+    mlp_only_layers: Option<Vec<usize>>,
+}
+
+impl DecoderConfig for Config {
+    const MODEL_TYPES: &'static [&'static str] = &["qwen3_moe"];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[];
+
+    fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
+        let (raw, path) = (json.parse::<Raw>()?, json.path);
+        let base = llama::Config::read(json, notes)?;
+        let step = raw.decoder_sparse_step.unwrap_or(1);
+        if step == 0 {
+            return Err(Error::config(path, "decoder_sparse_step", 0, "must be at least 1"));
+        }
+        let dense = raw.mlp_only_layers.unwrap_or_default();
+        let is_dense = |i: &usize| dense.contains(i) || !(i + 1).is_multiple_of(step);
+        Ok(Self {
+            dense_layers: (0..base.n_layers).filter(is_dense).collect(),
+            n_experts: required(path, "num_experts", raw.num_experts.or(raw.num_local_experts))?,
+            experts_per_token: required(path, "num_experts_per_tok", raw.num_experts_per_tok)?,
+            expert_size: required(path, "moe_intermediate_size", raw.moe_intermediate_size)?,
+            // The default of the transformers library.
+            normalized: raw.norm_topk_prob.unwrap_or(false),
+            base,
+        })
+    }
+
+    fn read_gguf(metadata: &Metadata<'_>, _: &mut Weights) -> Result<Self> {
+        let why = format!("{}: architecture qwen3moe", metadata.path().display());
+        Err(Error::unsupported("Qwen3-MoE in GGUF files", why))
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
+        let Self { n_experts, experts_per_token, expert_size, .. } = *self;
+        self.base.check(path)?;
+        let fields = [
+            ("num_experts", n_experts),
+            ("num_experts_per_tok", experts_per_token),
+            ("moe_intermediate_size", expert_size),
+        ];
+        sizes(path, &fields)?;
+        if experts_per_token > n_experts {
+            let rule = format!("must be at most num_experts {n_experts}");
+            return Err(Error::config(path, "num_experts_per_tok", experts_per_token, rule));
+        }
+        Ok(())
+    }
+
+    fn spec(&self) -> ModelSpec {
+        self.base.spec()
+    }
+
+    fn tied_head(&self) -> bool {
+        self.base.tied_head
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.base.norm_epsilon
+    }
+
+    /// Returns the fields that [`read`](Self::read) reads.
+    fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        let Value::Object(own) = json!({
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.n_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_size,
+            "norm_topk_prob": self.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": self.dense_layers,
+        }) else {
+            unreachable!("an object was made")
+        };
+        Ok(self.base.to_json(path)?.into_iter().chain(own).collect())
+    }
+}

@@ -1,0 +1,126 @@
+//! The transformer of Qwen3-MoE.
+
+use burn::{module::Module, tensor::Tensor};
+
+use super::{Config, Experts};
+use crate::{
+    checkpoint::Names,
+    decoder::Role,
+    error::Result,
+    nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
+    stack::{DecoderLayer, DecoderStack, LLAMA_NAMES, LayerContext, LayerSource, LayerVisitor},
+};
+
+/// Qwen3-MoE, <https://arxiv.org/abs/2505.09388>.
+pub type Qwen3Moe = DecoderStack<Layer>;
+
+/// One layer of [`Qwen3Moe`]. It has either experts or an MLP.
+#[derive(Module, Debug)]
+pub struct Layer {
+    /// Norm before attention.
+    pub attention_norm: RmsNorm,
+    /// Query, key and value rows in one matrix.
+    pub qkv: Linear,
+    /// The output projection of attention.
+    pub output: Linear,
+    /// Norm before the experts or the MLP.
+    pub mlp_norm: RmsNorm,
+    /// Norms of the heads of queries and keys.
+    pub qk_norms: QkNorms,
+    /// The MLP of a layer without experts.
+    pub mlp: Option<GatedMlp>,
+    /// The experts.
+    pub experts: Option<Experts>,
+}
+
+const QK_NORMS: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
+
+/// Returns the modules of the query, key and value projection with their numbers of rows.
+fn qkv(config: &Config) -> [(&'static str, usize); 3] {
+    let attention = &config.base.attention;
+    let rows = |heads: usize| heads * attention.head_dim.keys;
+    let [query, key, value] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+    let kv = rows(attention.n_kv_heads);
+    [(query, rows(attention.n_heads)), (key, kv), (value, kv)]
+}
+
+impl DecoderLayer for Layer {
+    type Config = Config;
+    type Norm = RmsNorm;
+
+    const NAME: &'static str = "Qwen3Moe";
+    const NAMES: &'static Names = &Names { family: "Qwen3-MoE", ..LLAMA_NAMES };
+
+    fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
+        let base = &config.base;
+        let (width, wide) = (base.hidden_size, base.intermediate_size);
+        let heads = base.attention.n_heads * base.attention.head_dim.values;
+        let (mlp, experts) = match config.dense_layers.contains(&source.index()) {
+            true => {
+                let parts = [("mlp.gate_proj", wide), ("mlp.up_proj", wide)];
+                let gate_up = source.fused(&parts, width, false)?;
+                let down = source.residual("mlp.down_proj", [width, wide], false)?;
+                (Some(GatedMlp { gate_up, down, gating: Gating::Silu }), None)
+            }
+            false => (None, Some(Experts::build(config, source)?)),
+        };
+        Ok(Self {
+            attention_norm: source.norm("input_layernorm", width)?,
+            qkv: source.fused(&qkv(config), width, base.qkv_bias)?,
+            output: source.residual("self_attn.o_proj", [width, heads], base.output_bias)?,
+            mlp_norm: source.norm("post_attention_layernorm", width)?,
+            qk_norms: source.qk_norms(QK_NORMS, base.attention.head_dim.keys)?,
+            mlp,
+            experts,
+        })
+    }
+
+    fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
+        let wide = config.base.intermediate_size;
+        visitor.fused(Role::Qkv, &qkv(config), &self.qkv);
+        visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
+        if let Some(mlp) = &self.mlp {
+            let parts = [("mlp.gate_proj", wide), ("mlp.up_proj", wide)];
+            visitor.fused(Role::Mlp, &parts, &mlp.gate_up);
+            visitor.linear(Role::Mlp, "mlp.down_proj", &mlp.down);
+        }
+        if let Some(experts) = &self.experts {
+            experts.visit(config.expert_size, visitor);
+        }
+        visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
+        visitor.norm(Role::MlpNorm, "post_attention_layernorm", &self.mlp_norm);
+        visitor.qk_norms(Role::AttentionNorm, QK_NORMS, &self.qk_norms);
+    }
+
+    fn forward(&self, x: Tensor<3>, context: LayerContext<'_>) -> Result<Tensor<3>> {
+        let captured = context.memory.is_captured();
+        let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
+        let heads = context.attend(qkv, Some(&self.qk_norms))?;
+        let x = self.output.forward_added(heads, x);
+        if let Some(mlp) = &self.mlp {
+            return Ok(by_rows(x, |x| mlp.forward_added(x, &self.mlp_norm)));
+        }
+        let normed = by_rows(x.clone(), |x| self.mlp_norm.forward(x));
+        Ok(match &self.experts {
+            Some(experts) => x + experts.forward(normed, captured),
+            None => x,
+        })
+    }
+
+    fn projections(&mut self) -> Vec<&mut Linear> {
+        let experts = self.experts.iter_mut().flat_map(|experts| &mut experts.experts);
+        let mlps = self.mlp.iter_mut().chain(experts);
+        let mlps = mlps.flat_map(|mlp| [&mut mlp.gate_up, &mut mlp.down]);
+        [&mut self.qkv, &mut self.output].into_iter().chain(mlps).collect()
+    }
+
+    /// Returns whether the layer has no experts: a step for graph capture multiplies with all
+    /// experts, because the host cannot read which ones the router selected.
+    fn captures(&self) -> bool {
+        self.experts.is_none()
+    }
+
+    fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
+        source.norm(Self::NORM, width)
+    }
+}
