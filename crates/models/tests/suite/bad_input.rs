@@ -97,7 +97,7 @@ fn wrong_configurations_name_field_value_and_rule() {
             |c| c["moe_intermediate_size"] = json!(48),
             &["experts.0.", "[48, 64]", "[32, 64]"],
         ),
-        ("qwen3_moe-tiny", |c| c["num_local_experts"] = json!(7), &["experts.7.", "7"]),
+        ("qwen3_moe-tiny", |c| c["num_local_experts"] = json!(7), &["mlp.gate", "[8, 64]", "[7, "]),
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),
         (
