@@ -245,8 +245,8 @@ fn a_launched_step_is_like_a_replayed_one() {
 struct Compiles([KvCacheConfig; 2], Option<CompileAhead>);
 
 impl LoadObserver for Compiles {
-    fn layer(&mut self, index: usize, model: LanguageModel) {
-        self.1.as_mut().unwrap().layer(model, self.0[index]);
+    fn layer(&mut self, index: usize, model: &dyn Fn() -> LanguageModel) {
+        self.1.as_mut().unwrap().layer(model(), self.0[index]);
     }
 
     fn end(&mut self) {

@@ -339,3 +339,21 @@ fn a_wrong_argument_is_named() {
         assert!(lines.len() == 1 && lines[0].contains(part), "{args:?}: {lines:?}");
     }
 }
+
+/// Caches that fit alone but not at once are refused. The estimated logits of an evaluation refuse
+/// nothing.
+#[test]
+fn caches_that_do_not_fit_at_once_are_refused() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
+    let text = format!("{model}/heldout.txt");
+    let bench = ["bench", "llm", "--model", model, "--memory", "7MB"];
+    let caches = ["--cache", "float", "--cache", "k4v4", "--cache", "float-f16"];
+    let outcome = kv_eval(&[&bench[..], &caches].concat());
+    assert_eq!(outcome.code, 1, "{}", outcome.stderr);
+    let rule = "at once, but --memory is 7.0 MB; compare fewer caches";
+    assert!(outcome.stderr.contains("cache = 3 caches: need 9.2 MB"), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains(rule), "{}", outcome.stderr);
+    let ppl = ["ppl", "--model", model, "--text", &text, "--tokens", "300", "--memory", "7MB"];
+    let outcome = kv_eval(&ppl);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+}

@@ -118,7 +118,7 @@ impl Weights {
         for i in 0..n {
             let layer = layer(self, i)?;
             if let Some(only) = spec.only(i).filter(|_| n > 1) {
-                self.watcher.layer(i, || model(only, vec![layer.clone()]).into());
+                self.watcher.layer(i, &|| model(only.clone(), vec![layer.clone()]).into());
             }
             layers.push(layer);
         }

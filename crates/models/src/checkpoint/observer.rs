@@ -15,10 +15,11 @@ pub trait LoadObserver {
         Ok(())
     }
 
-    /// Called after each layer with its index and a model that has only this layer. A device can
-    /// compile its kernels while the other layers are read ([`CompileAhead`](crate::CompileAhead)).
-    /// Not called for the only layer of a model, and for layers that depend on others.
-    fn layer(&mut self, index: usize, model: LanguageModel) {
+    /// Called after each layer with its index; `model` makes a model that has only this layer. A
+    /// device can compile its kernels while the other layers are read
+    /// ([`CompileAhead`](crate::CompileAhead)). Not called for the only layer of a model, and for
+    /// layers that depend on others.
+    fn layer(&mut self, index: usize, model: &dyn Fn() -> LanguageModel) {
         let _ = (index, model);
     }
 
@@ -111,9 +112,9 @@ impl Watcher {
         self.observer.as_mut().map_or(Ok(()), |observer| observer.begin(planned))
     }
 
-    pub(crate) fn layer(&mut self, index: usize, model: impl FnOnce() -> LanguageModel) {
+    pub(crate) fn layer(&mut self, index: usize, model: &dyn Fn() -> LanguageModel) {
         if let Some(observer) = &mut self.observer {
-            observer.layer(index, model());
+            observer.layer(index, model);
         }
     }
 

@@ -146,10 +146,7 @@ impl Experts {
         let x = x.reshape([1, batch * seq, hidden]);
         let routed = self.route(&x, ids);
         let expert = |i: usize, x| self.experts[i].forward(x);
-        let output = match on_device {
-            true => routed.sum_all(x.clone(), n_experts, expert),
-            false => routed.sum_picked(x.clone(), n_experts, expert),
-        };
+        let output = routed.sum(x.clone(), n_experts, on_device, expert);
         (output + self.shared.forward(x)).reshape([batch, seq, hidden])
     }
 

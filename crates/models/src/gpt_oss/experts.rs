@@ -89,10 +89,7 @@ impl Experts {
             None => {
                 let (routed, n_experts) = (Routed { picked, weights }, self.experts.len());
                 let expert = |i: usize, x| self.experts[i].forward(x, self.limit);
-                match on_device {
-                    true => routed.sum_all(x, n_experts, expert),
-                    false => routed.sum_picked(x, n_experts, expert),
-                }
+                routed.sum(x, n_experts, on_device, expert)
             }
         };
         output.reshape([batch, seq, hidden])

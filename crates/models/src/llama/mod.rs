@@ -9,4 +9,6 @@ mod names;
 mod resolve;
 
 pub use config::Config;
+pub(crate) use model::QK_NORMS;
 pub use model::{Layer, Llama};
+pub(crate) use names::fused;

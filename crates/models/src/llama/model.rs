@@ -45,7 +45,7 @@ impl Llama {
     }
 }
 
-const QK_NORMS: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
+pub(crate) const QK_NORMS: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
 
 impl DecoderLayer for Layer {
     type Config = Config;

@@ -4,12 +4,12 @@ use super::Config;
 use crate::{gguf::GgufNames, spec::LayerSpec, stack::LLAMA_GGUF};
 
 /// A projection: its modules with their numbers of rows.
-pub(super) type Parts = Vec<(&'static str, usize)>;
+pub(crate) type Parts = Vec<(&'static str, usize)>;
 
 /// Returns the query, key and value projection, then the gate and up projection. `is_fused` returns
 /// whether a projection is a single module, as in Phi-3, whose checkpoints have the same rows in
 /// the same order.
-pub(super) fn fused(config: &Config, is_fused: impl Fn(&str) -> bool) -> [Parts; 2] {
+pub(crate) fn fused(config: &Config, is_fused: impl Fn(&str) -> bool) -> [Parts; 2] {
     let LayerSpec { n_heads, n_kv_heads, .. } = config.attention;
     let (head_dim, wide) = (config.head_dim(), config.intermediate_size);
     let (q_rows, kv_rows) = (n_heads * head_dim, n_kv_heads * head_dim);

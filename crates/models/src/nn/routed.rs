@@ -12,6 +12,22 @@ pub struct Routed {
 }
 
 impl Routed {
+    /// Returns the weighted sum of the outputs of the selected experts, by
+    /// [`sum_all`](Self::sum_all) if the host must not read the selection (`on_device`), and else
+    /// by [`sum_picked`](Self::sum_picked), which computes less.
+    pub fn sum(
+        self,
+        x: Tensor<3>,
+        n_experts: usize,
+        on_device: bool,
+        expert: impl Fn(usize, Tensor<3>) -> Tensor<3>,
+    ) -> Tensor<3> {
+        match on_device {
+            true => self.sum_all(x, n_experts, expert),
+            false => self.sum_picked(x, n_experts, expert),
+        }
+    }
+
     /// Returns the weighted sum of the outputs of the selected experts. The host reads the
     /// selection, so that each of the `n_experts` experts computes only its own tokens. `expert`
     /// applies the expert of a number.

@@ -103,7 +103,8 @@ impl DecoderConfig for Config {
 
     /// Returns the fields that [`read`](Self::read) reads.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let Value::Object(own) = json!({
+        let mut fields = self.base.to_json(path)?;
+        let own = json!({
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "num_experts": self.n_experts,
@@ -112,9 +113,10 @@ impl DecoderConfig for Config {
             "norm_topk_prob": self.normalized,
             "decoder_sparse_step": 1,
             "mlp_only_layers": self.dense_layers,
-        }) else {
-            unreachable!("an object was made")
-        };
-        Ok(self.base.to_json(path)?.into_iter().chain(own).collect())
+        });
+        if let Value::Object(own) = own {
+            fields.extend(own);
+        }
+        Ok(fields)
     }
 }

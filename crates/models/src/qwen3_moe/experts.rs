@@ -48,11 +48,7 @@ impl Experts {
         }
         let routed = Routed { picked, weights: weights.cast(dtype) };
         let expert = |i: usize, x| self.experts[i].forward(x);
-        let output = match on_device {
-            true => routed.sum_all(x, n_experts, expert),
-            false => routed.sum_picked(x, n_experts, expert),
-        };
-        output.reshape([batch, seq, hidden])
+        routed.sum(x, n_experts, on_device, expert).reshape([batch, seq, hidden])
     }
 
     pub(super) fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {

@@ -7,6 +7,7 @@ use crate::{
     checkpoint::Names,
     decoder::Role,
     error::Result,
+    llama::{QK_NORMS, fused},
     nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
     stack::{DecoderLayer, DecoderStack, LLAMA_NAMES, LayerContext, LayerSource, LayerVisitor},
 };
@@ -33,17 +34,6 @@ pub struct Layer {
     pub experts: Option<Experts>,
 }
 
-const QK_NORMS: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
-
-/// Returns the modules of the query, key and value projection with their numbers of rows.
-fn qkv(config: &Config) -> [(&'static str, usize); 3] {
-    let attention = &config.base.attention;
-    let rows = |heads: usize| heads * attention.head_dim.keys;
-    let [query, key, value] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-    let kv = rows(attention.n_kv_heads);
-    [(query, rows(attention.n_heads)), (key, kv), (value, kv)]
-}
-
 impl DecoderLayer for Layer {
     type Config = Config;
     type Norm = RmsNorm;
@@ -55,10 +45,10 @@ impl DecoderLayer for Layer {
         let base = &config.base;
         let (width, wide) = (base.hidden_size, base.intermediate_size);
         let heads = base.attention.n_heads * base.attention.head_dim.values;
+        let [qkv, gate_up] = fused(base, |_| false);
         let (mlp, experts) = match config.dense_layers.contains(&source.index()) {
             true => {
-                let parts = [("mlp.gate_proj", wide), ("mlp.up_proj", wide)];
-                let gate_up = source.fused(&parts, width, false)?;
+                let gate_up = source.fused(&gate_up, width, false)?;
                 let down = source.residual("mlp.down_proj", [width, wide], false)?;
                 (Some(GatedMlp { gate_up, down, gating: Gating::Silu }), None)
             }
@@ -66,7 +56,7 @@ impl DecoderLayer for Layer {
         };
         Ok(Self {
             attention_norm: source.norm("input_layernorm", width)?,
-            qkv: source.fused(&qkv(config), width, base.qkv_bias)?,
+            qkv: source.fused(&qkv, width, base.qkv_bias)?,
             output: source.residual("self_attn.o_proj", [width, heads], base.output_bias)?,
             mlp_norm: source.norm("post_attention_layernorm", width)?,
             qk_norms: source.qk_norms(QK_NORMS, base.attention.head_dim.keys)?,
@@ -76,12 +66,11 @@ impl DecoderLayer for Layer {
     }
 
     fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
-        let wide = config.base.intermediate_size;
-        visitor.fused(Role::Qkv, &qkv(config), &self.qkv);
+        let [qkv, gate_up] = fused(&config.base, |_| false);
+        visitor.fused(Role::Qkv, &qkv, &self.qkv);
         visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
         if let Some(mlp) = &self.mlp {
-            let parts = [("mlp.gate_proj", wide), ("mlp.up_proj", wide)];
-            visitor.fused(Role::Mlp, &parts, &mlp.gate_up);
+            visitor.fused(Role::Mlp, &gate_up, &mlp.gate_up);
             visitor.linear(Role::Mlp, "mlp.down_proj", &mlp.down);
         }
         if let Some(experts) = &self.experts {

@@ -212,7 +212,9 @@ impl LoadObserver for Loading {
             planned.check(usage, &self.budget.limit)?;
         }
         let at_load = self.request.total(planned, &usages)?;
-        if let Some(total) = self.budget.limit.total.filter(|&total| at_load > total) {
+        // The logits of an evaluation are not a reason to refuse it, because they are estimated.
+        let several = !self.request.held.is_empty();
+        if let Some(total) = self.budget.limit.total.filter(|&total| several && at_load > total) {
             let [needed, total] = [at_load, total].map(decimal_size);
             let rule = format!(
                 "need {needed} at once, but {} is {total}; compare fewer caches",
@@ -229,9 +231,9 @@ impl LoadObserver for Loading {
         Ok(())
     }
 
-    fn layer(&mut self, index: usize, model: LanguageModel) {
+    fn layer(&mut self, index: usize, model: &dyn Fn() -> LanguageModel) {
         if let Some(ahead) = &mut self.ahead {
-            ahead.layer(model, self.caches[index]);
+            ahead.layer(model(), self.caches[index]);
         }
     }
 
@@ -255,6 +257,7 @@ impl Drop for Loading {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+        // Only now, because the tokenizer was read in the meantime.
         let ahead = self.ahead.take().filter(|_| self.loaded);
         if let Some(reserved) = ahead.and_then(CompileAhead::finish) {
             self.budget.change(|used| used.peak = used.peak.max(reserved));

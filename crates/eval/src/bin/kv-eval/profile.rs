@@ -57,12 +57,12 @@ impl Recording {
         let Self { recorder, file, path, facts, .. } = self;
         let timeline = recorder.finish("Where the time goes", facts);
         file.write(timeline.html().as_bytes())?;
-        // An error is ignored, because standard error may be closed.
-        // These are not a part of the run.
+        // The others are not a part of the run.
         let of_run = timeline
             .tables
             .iter()
             .filter(|(name, _)| !name.ends_with(" in copy") && !name.ends_with(" in compile"));
+        // An error is ignored, because standard error may be closed.
         let _ = of_run.take(TABLES).try_for_each(|(name, table)| {
             Screen::Error.line(format_args!("\n{name}"))?;
             Screen::Error.print(table.first_rows(ROWS)).map(drop)
