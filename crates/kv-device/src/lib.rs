@@ -1,6 +1,7 @@
 //! Helpers for devices that the kernels of kv-cubecl and kv-weights share: a check that a device
 //! has operations, limits of devices on [launches](grid) and buffers, f16 arithmetic for devices
-//! without f16, and, for tests, the code of a kernel that NVIDIA's tools compile.
+//! without f16, [work in parts](threads) on the CPU, and, for tests, the code of a kernel that
+//! NVIDIA's tools compile.
 //!
 //! The API may change in any release.
 
@@ -10,6 +11,8 @@ pub mod cuda_source;
 pub mod grid;
 #[cfg(feature = "cube")]
 pub mod half;
+#[cfg(feature = "flex")]
+pub mod threads;
 
 use burn::{backend::DispatchDevice, tensor::Device};
 

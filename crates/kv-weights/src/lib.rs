@@ -47,8 +47,6 @@ mod shapes;
 pub const READ: &str = "kv::read";
 
 pub use activations::Activations;
-#[cfg(feature = "flex")]
-pub use backends::in_parts;
 pub use backends::{check_device, largest_buffer};
 pub use error::{Error, Result};
 pub use experts::{ExpertSelection, PackedExperts};

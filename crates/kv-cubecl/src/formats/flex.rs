@@ -92,14 +92,25 @@ pub(crate) trait CpuCodec: Sync {
     /// `first` on.
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout);
 
-    /// Returns whether the codec [unpacks](Self::unpack) tokens of this layout.
+    /// Returns whether a token of this layout is 8-bit codes, adjacent in a slice, and one scale,
+    /// so that the codec [unpacks](Self::unpack) it.
     fn unpacks(&self, _place: &PackedLayout) -> bool {
         false
     }
 
-    /// Unpacks a token for each of `scales` from token `first` on, to numbers in bf16 in rows of
-    /// `codes`, which start `stride` apart. Times the token's scale, they are what
-    /// [`restore`](Self::restore) returns.
+    /// Returns whether these codes are signed bytes, the integers that they stand for.
+    fn has_integers(&self) -> bool {
+        false
+    }
+
+    /// Reads the scales of tokens from token `first` on.
+    #[cfg(target_arch = "x86_64")]
+    fn scales(&self, _words: &[u32], _first: usize, _scales: &mut [f32], _place: &PackedLayout) {
+        unreachable!("tokens have no scale");
+    }
+
+    /// Unpacks tokens from token `first` on, to numbers in bf16 in rows of `codes`, which start
+    /// `stride` apart. Times the token's scale, they are what [`restore`](Self::restore) returns.
     #[cfg(target_arch = "x86_64")]
     fn unpack(
         &self,
@@ -107,7 +118,6 @@ pub(crate) trait CpuCodec: Sync {
         _first: usize,
         _codes: &mut [u16],
         _stride: usize,
-        _scales: &mut [f32],
         _place: &PackedLayout,
     ) {
         unreachable!("the codec does not unpack");

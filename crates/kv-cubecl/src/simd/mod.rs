@@ -13,6 +13,10 @@ pub(crate) mod amx;
 mod hadamard;
 mod index;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod transpose;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod vnni;
 
 use core::f32::consts::LN_2;
 

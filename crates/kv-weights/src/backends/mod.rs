@@ -11,9 +11,6 @@ mod flex;
 use burn::tensor::Device;
 use kv_device::Backends;
 
-#[cfg(feature = "flex")]
-pub use flex::in_parts;
-
 use crate::{Error, Result};
 
 const BACKENDS: Backends = Backends {

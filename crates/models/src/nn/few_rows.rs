@@ -10,7 +10,7 @@ use burn::{
     tensor::{DType, Tensor, TensorData},
 };
 use kv_cubecl::Target;
-use kv_weights::in_parts;
+use kv_device::threads::in_parts;
 use macerator::{Scalar, Simd, Vector};
 
 /// The most rows for which this is faster.

@@ -15,7 +15,7 @@ use burn::{
     tensor::{DType, Tensor, TensorData},
 };
 use kv_cubecl::Target;
-use kv_weights::in_parts;
+use kv_device::threads::in_parts;
 use macerator::Simd;
 
 /// The approximate number of elements per task of a thread.

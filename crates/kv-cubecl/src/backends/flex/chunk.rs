@@ -10,7 +10,7 @@ use super::{
     blocks::{between_groups, block, block_end},
     coded::Coded,
     scale_weights,
-    slice::Slice,
+    slice::{SideSlice, Slice},
     streaming::{Matrix, matmul},
 };
 use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
@@ -76,9 +76,12 @@ impl Slice<'_> {
             widened: vec![0.0; TILE * key_dim.max(value_dim)],
             maxima: vec![f32::NEG_INFINITY; rows],
             sums: vec![0.0; rows],
-            coded: (self.keys.unpacks() || self.values.unpacks())
-                .then(|| Coded::new(query.data, key_dim, scores.scale))
-                .flatten(),
+            coded: Coded::new(
+                [&self.keys, &self.values].map(SideSlice::packed_layout),
+                query.data,
+                key_dim,
+                scores.scale,
+            ),
         };
         let schedule = self.layout.schedule();
         let begin = schedule.begin(tokens);
@@ -123,8 +126,8 @@ impl Slice<'_> {
         let (start, n, rows) = (tokens.start, tokens.len(), sums.len());
         let weights = &mut weights[..rows * n];
         let mut restored = self.keys.packed(&tokens);
-        if let Some(coded) = coded.as_mut().filter(|_| self.keys.unpacks())
-            && let Some(run) = restored.take()
+        if let Some(coded) = coded
+            && let Some(run) = restored.take_if(|run| coded.reads(&run.place))
         {
             coded.score(&run, &mut weights[run.skipped..], n);
         }
@@ -142,17 +145,20 @@ impl Slice<'_> {
             scores[..hidden].fill(f32::NEG_INFINITY);
             let largest = simd::maximum(scores).max(*max);
             let base = simd::finite_or_zero(largest);
-            let kept = (*max - base).exp2();
-            *sum = *sum * kept + simd::exp2_minus_max(scores, base);
+            if *max != base {
+                let kept = (*max - base).exp2();
+                *sum *= kept;
+                out.iter_mut().for_each(|x| *x *= kept);
+            }
+            *sum += simd::exp2_minus_max(scores, base);
             scale_weights(scores, *factor);
             *max = largest;
-            out.iter_mut().for_each(|x| *x *= kept);
         }
 
         let seen = start + hidden..tokens.end;
         let mut restored = self.values.packed(&seen);
-        if let Some(coded) = coded.as_mut().filter(|_| self.values.unpacks())
-            && let Some(run) = restored.take()
+        if let Some(coded) = coded
+            && let Some(run) = restored.take_if(|run| coded.reads(&run.place))
         {
             coded.add(&run, &weights[hidden + run.skipped..], n, output);
         }

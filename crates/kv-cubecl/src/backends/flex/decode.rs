@@ -1,14 +1,10 @@
 //! Attention of few query rows over a cache: one pass over the codes, threads over (batch, kv head,
 //! split of the tokens).
 
-use core::{
-    hint, iter,
-    ops::Range,
-    sync::atomic::{AtomicUsize, Ordering},
-};
-use std::sync::{Mutex, PoisonError};
+use core::ops::Range;
 
 use burn::backend::Flex;
+use kv_device::threads::{in_parts, in_parts_with};
 
 use super::{
     blocks::{BLOCK, between_groups, block, block_end},
@@ -169,7 +165,7 @@ impl Attend<'_> {
         let mut memory = Vec::new();
         let block = block(layout, BLOCK).min(longest);
         let scratch = Scratch::for_threads(&mut memory, threads, rows, head_dim, block);
-        with_this_thread(scratch, splits, |scratch, split| {
+        in_parts_with(scratch.collect(), splits, |scratch, split| {
             let query = &query[split.slice * rows * key_dim..][..rows * key_dim];
             let slice = Slice::new(state, layout, len, first + split.slice);
             slice.attend(query, split, begin, softcap, factor, scratch);
@@ -212,48 +208,8 @@ pub(super) fn of_each<T: Send>(
     }
     let mut results: Vec<Option<T>> = sequences.iter().map(|_| None).collect();
     let tasks = sequences.iter().zip(&mut results);
-    with_this_thread((0..threads).map(drop), tasks, |(), (sequence, result)| {
-        *result = Some(attend(sequence, 1));
-    });
+    in_parts(tasks, true, |(sequence, result)| *result = Some(attend(sequence, 1)));
     results.into_iter().flatten().collect()
-}
-
-/// Does each task once, on as many threads as there are items in `scratch`. The calling thread
-/// starts at once, while the others wake up.
-fn with_this_thread<S: Send, T: Send>(
-    mut scratch: impl Iterator<Item = S>,
-    tasks: impl Iterator<Item = T> + Send,
-    work: impl Fn(&mut S, T) + Sync,
-) {
-    let tasks = Mutex::new(tasks);
-    let work = &|mut scratch: S| {
-        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
-        iter::from_fn(next).for_each(|task| work(&mut scratch, task));
-    };
-    let mine = scratch.next();
-    let running = &AtomicUsize::new(0);
-    rayon::in_place_scope(|scope| {
-        for scratch in scratch {
-            running.fetch_add(1, Ordering::Relaxed);
-            scope.spawn(move |_| {
-                work(scratch);
-                running.fetch_sub(1, Ordering::Release);
-            });
-        }
-        mine.map(work);
-        spin_while(|| running.load(Ordering::Acquire) > 0);
-    });
-}
-
-/// Spins while `condition` holds: the other threads' last tasks usually end sooner than a sleeping
-/// thread would wake up. Gives up after a while, as one of them may be waiting for a core.
-fn spin_while(condition: impl Fn() -> bool) {
-    /// Most pause instructions to wait for; together they take tens to hundreds of microseconds.
-    const LONGEST: usize = 4096;
-    if (0..LONGEST).take_while(|_| condition()).map(|_| hint::spin_loop()).count() > 0 {
-        // Time for rayon's scope to notice that the last task has ended.
-        (0..16).for_each(|_| hint::spin_loop());
-    }
 }
 
 impl Slice<'_> {

@@ -9,7 +9,7 @@ use super::cache::Floats;
 use crate::{
     CacheState,
     formats::flex::{PackedRun, TILE},
-    layout::{CacheLayout, SideLayout},
+    layout::{CacheLayout, PackedLayout, SideLayout},
 };
 
 /// One (batch, kv head) slice of a cache.
@@ -55,9 +55,9 @@ impl<'a> Slice<'a> {
 }
 
 impl SideSlice<'_> {
-    /// Returns whether packed tokens can be [unpacked](crate::formats::flex::CpuCodec::unpack).
-    pub(super) fn unpacks(&self) -> bool {
-        self.place.packed().is_some_and(|place| place.spec.format.on_cpu().unpacks(&place))
+    /// Returns the layout of packed tokens, if there may be any.
+    pub(super) fn packed_layout(&self) -> Option<PackedLayout> {
+        self.place.packed()
     }
 
     /// The tokens of `tokens` that are packed, if there are any; `tokens` are those of a

@@ -3,6 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::{COLUMN_TILES, COLUMNS, DEPTH, EMPTY, ROWS, Row, Sums, Tiles, available};
+use crate::simd::transpose::transpose;
 
 /// Digits of a float. Two have 16 of the 24 bits of an f32, and a sign each: they are off by at
 /// most 2^-17 of it.
@@ -217,35 +218,7 @@ fn transpose_pairs(rows: &[u16], stride: usize, to: &mut [Row]) {
     for (i, row) in rows.chunks(stride).enumerate() {
         x[i] = load(row, 0);
     }
-    // Pairs of rows, then of pairs, are joined within the four lanes of 128 bits.
-    let mut pairs = x;
-    for i in (0..ROWS).step_by(2) {
-        pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    let mut fours = pairs;
-    for i in (0..ROWS).step_by(4) {
-        for half in 0..2 {
-            let (a, b) = (pairs[i + half], pairs[i + half + 2]);
-            fours[i + 2 * half] = _mm512_unpacklo_epi64(a, b);
-            fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
-        }
-    }
-    // `fours[4 * i + c]` has column `4 * lane + c` of the rows from `4 * i` on.
-    let mut columns = x;
-    for c in 0..4 {
-        let ab = [fours[c], fours[c + 4]];
-        let cd = [fours[c + 8], fours[c + 12]];
-        let low_ab = _mm512_shuffle_i32x4::<0x44>(ab[0], ab[1]);
-        let high_ab = _mm512_shuffle_i32x4::<0xee>(ab[0], ab[1]);
-        let low_cd = _mm512_shuffle_i32x4::<0x44>(cd[0], cd[1]);
-        let high_cd = _mm512_shuffle_i32x4::<0xee>(cd[0], cd[1]);
-        columns[c] = _mm512_shuffle_i32x4::<0x88>(low_ab, low_cd);
-        columns[c + 4] = _mm512_shuffle_i32x4::<0xdd>(low_ab, low_cd);
-        columns[c + 8] = _mm512_shuffle_i32x4::<0x88>(high_ab, high_cd);
-        columns[c + 12] = _mm512_shuffle_i32x4::<0xdd>(high_ab, high_cd);
-    }
-    for (to, column) in to.iter_mut().zip(columns) {
+    for (to, column) in to.iter_mut().zip(transpose(x)) {
         // SAFETY: a row has 64 bytes.
         unsafe { _mm512_store_si512(to.0.as_mut_ptr().cast(), column) };
     }

@@ -1,8 +1,9 @@
 //! Products of many rows: restores one part of the matrix at a time and multiplies floats.
 
 use gemm::{Parallelism, gemm};
+use kv_device::threads::in_parts;
 
-use super::{portable, stacked::Stacked, threads::in_parts};
+use super::{portable, stacked::Stacked};
 use crate::PackedLayout;
 
 /// Maximum number of weights restored at once: 4 MB, which stay in the cache while they are used.

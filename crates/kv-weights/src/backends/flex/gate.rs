@@ -5,9 +5,10 @@
 
 use core::mem::MaybeUninit;
 
+use kv_device::threads::in_parts;
 use macerator::Simd;
 
-use super::{stacked::Stacked, threads::in_parts};
+use super::stacked::Stacked;
 use crate::Gate;
 
 /// Approximate count of numbers computed by a thread at a time.

@@ -2,7 +2,7 @@
 
 use macerator::Simd;
 
-use super::threads::in_parts;
+use kv_device::threads::in_parts;
 
 /// Numbers that share a step.
 pub(super) const BLOCK: usize = 32;

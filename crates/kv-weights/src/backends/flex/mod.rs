@@ -22,7 +22,6 @@ mod native;
 mod neon;
 mod portable;
 mod stacked;
-mod threads;
 mod tuning;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
@@ -45,7 +44,6 @@ use integers::Integers;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use native::Native;
 use stacked::Stacked;
-pub use threads::in_parts;
 
 use super::composed;
 use crate::{

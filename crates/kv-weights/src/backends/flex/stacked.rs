@@ -1,6 +1,8 @@
 //! Adjacent matrices, used as one.
 
-use super::{threads::in_parts, tuning::PART};
+use kv_device::threads::in_parts;
+
+use super::tuning::PART;
 use crate::PackedLayout;
 
 /// Matrices of one format and width, stacked by rows.

@@ -1,20 +1,22 @@
-//! [`Coded`] with AMX, for codecs with a scale for each token. It multiplies each f32 as the sum of
-//! two numbers in bf16, which is off by at most 2^-17.
+//! [`Coded`](super::Coded) with AMX, for codecs with a scale for each token. It multiplies each f32
+//! as the sum of two numbers in bf16, which is off by at most 2^-17.
 
 use crate::{
     formats::flex::PackedRun,
-    simd::amx::{self, COLUMNS, DEPTH, Digits, Products},
+    layout::PackedLayout,
+    simd::amx::{COLUMNS, DEPTH, Digits, Products},
 };
+
+pub(super) use crate::simd::amx::available;
 
 /// Values whose codes are in memory at once.
 const TOKENS: usize = 128;
 
-/// The largest magnitude of a scaled query, 2^90: its products with codes are summed before the
-/// scales of keys are applied, and sums of 2^20 products with codes up to 2^16 are finite.
-const LARGEST: f32 = f32::from_bits((127 + 90) << 23);
+/// Returns whether tokens of this layout can be multiplied.
+pub(super) fn reads(layout: &PackedLayout) -> bool {
+    layout.spec.format.on_cpu().unpacks(layout)
+}
 
-/// The query rows of a block of attention, and the memory of its products. It multiplies tokens of
-/// layouts that [unpack](crate::formats::flex::CpuCodec::unpacks).
 pub(in super::super) struct Coded {
     query: Digits,
     weights: Digits,
@@ -24,25 +26,20 @@ pub(in super::super) struct Coded {
 }
 
 impl Coded {
-    /// Multiplies the query by `scale`. Returns `None` where the processor lacks the instructions,
-    /// and for a query that is too large or NaN.
-    pub(in super::super) fn new(query: &[f32], head_dim: usize, scale: f32) -> Option<Self> {
-        if !amx::available() || !query.iter().all(|x| (x * scale).abs() <= LARGEST) {
-            return None;
-        }
+    /// # Safety
+    /// [`available`] must have returned true, and the thread must not have another one.
+    pub(super) unsafe fn new(query: &[f32], head_dim: usize, scale: f32) -> Self {
         let mut digits = Digits::default();
-        // SAFETY: the processor has the instructions. A thread computes one block at a time.
+        // SAFETY: as the caller guarantees.
         let products = unsafe {
             digits.fill(query, head_dim, query.len() / head_dim, &vec![scale; head_dim]);
             Products::new()
         };
         let (weights, codes) = (Digits::default(), vec![]);
-        Some(Self { query: digits, weights, products, codes, scales: [0.0; TOKENS] })
+        Self { query: digits, weights, products, codes, scales: [0.0; TOKENS] }
     }
 
-    /// Computes `scores[r * n + t] = scale * query_r . key_t` with the scale of
-    /// [`new`](Self::new).
-    pub(in super::super) fn score(&mut self, keys: &PackedRun<'_>, scores: &mut [f32], n: usize) {
+    pub(super) fn score(&mut self, keys: &PackedRun<'_>, scores: &mut [f32], n: usize) {
         let stride = keys.place.head_dim.next_multiple_of(DEPTH);
         self.visit(keys, stride, COLUMNS, |coded, first, count| {
             let Self { query, products, codes, scales, .. } = coded;
@@ -52,14 +49,7 @@ impl Coded {
         });
     }
 
-    /// Computes `o_r += sum_t weights[r * n + t] * value_t`.
-    pub(in super::super) fn add(
-        &mut self,
-        values: &PackedRun<'_>,
-        weights: &[f32],
-        n: usize,
-        o: &mut [f32],
-    ) {
+    pub(super) fn add(&mut self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
         let head_dim = values.place.head_dim;
         let stride = head_dim.next_multiple_of(COLUMNS);
         self.visit(values, stride, TOKENS, |coded, first, count| {
@@ -89,7 +79,8 @@ impl Coded {
         for token in run.tokens.clone().step_by(step) {
             let count = step.min(run.tokens.end - token);
             let (codes, scales) = (&mut self.codes, &mut self.scales[..count]);
-            codec.unpack(run.words, token, codes, stride, scales, &run.place);
+            codec.unpack(run.words, token, codes, stride, &run.place);
+            codec.scales(run.words, token, scales, &run.place);
             visit(self, token - run.tokens.start, count);
         }
     }
@@ -136,7 +127,8 @@ mod tests {
                 codec.restore(&words, first, &mut restored, &place);
                 let mut codes = vec![0x7fc0; count * stride];
                 let mut scales = vec![f32::NAN; count];
-                codec.unpack(&words, first, &mut codes, stride, &mut scales, &place);
+                codec.unpack(&words, first, &mut codes, stride, &place);
+                codec.scales(&words, first, &mut scales, &place);
                 for (t, restored) in restored.chunks_exact(head_dim).enumerate() {
                     let codes = &codes[t * stride..][..head_dim];
                     for (code, wanted) in codes.iter().zip(restored) {

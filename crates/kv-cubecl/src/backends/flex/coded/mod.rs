@@ -2,41 +2,82 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
-
 #[cfg(target_arch = "x86_64")]
-pub(super) use amx::Coded;
-#[cfg(not(target_arch = "x86_64"))]
-pub(super) use nowhere::Coded;
+mod vnni;
 
-/// For processors without such products.
-#[cfg(not(target_arch = "x86_64"))]
-mod nowhere {
-    use crate::formats::flex::PackedRun;
+use crate::{formats::flex::PackedRun, layout::PackedLayout};
 
-    pub(in super::super) enum Coded {}
+/// The query rows of a block of attention, and the memory of its products.
+pub(super) enum Coded {
+    #[cfg(target_arch = "x86_64")]
+    Amx(amx::Coded),
+    #[cfg(target_arch = "x86_64")]
+    Vnni(vnni::Coded),
+}
 
-    impl Coded {
-        pub(in super::super) fn new(_query: &[f32], _head_dim: usize, _scale: f32) -> Option<Self> {
-            None
+impl Coded {
+    /// Multiplies the query by `scale`. Returns `None` if the processor has no products with codes
+    /// of one of these layouts, or the query is too large or NaN.
+    #[allow(unused_variables, reason = "other processors have none")]
+    pub(super) fn new(
+        layouts: [Option<PackedLayout>; 2],
+        query: &[f32],
+        head_dim: usize,
+        scale: f32,
+    ) -> Option<Self> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            /// The largest magnitude of a scaled query, 2^90: its products with codes are summed
+            /// before the scales of keys are applied, and sums of 2^20 products with codes up to
+            /// 2^16 are finite.
+            const LARGEST: f32 = f32::from_bits((127 + 90) << 23);
+            let [amx, vnni] = [amx::available(), vnni::available()];
+            let any = |reads: fn(&PackedLayout) -> bool| layouts.iter().flatten().any(reads);
+            if !(amx && any(amx::reads) || vnni && any(vnni::reads))
+                || !query.iter().all(|x| (x * scale).abs() <= LARGEST)
+            {
+                return None;
+            }
+            // SAFETY: the processor has the instructions. A thread computes one block at a time.
+            return Some(unsafe {
+                match amx {
+                    true => Self::Amx(amx::Coded::new(query, head_dim, scale)),
+                    false => Self::Vnni(vnni::Coded::new(query, head_dim, scale)),
+                }
+            });
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        None
+    }
 
-        pub(in super::super) fn score(
-            &mut self,
-            _keys: &PackedRun<'_>,
-            _scores: &mut [f32],
-            _n: usize,
-        ) {
-            match *self {}
+    /// Returns whether tokens of this layout can be multiplied.
+    pub(super) fn reads(&self, layout: &PackedLayout) -> bool {
+        match *self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_) => amx::reads(layout),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vnni(_) => vnni::reads(layout),
         }
+    }
 
-        pub(in super::super) fn add(
-            &mut self,
-            _values: &PackedRun<'_>,
-            _weights: &[f32],
-            _n: usize,
-            _o: &mut [f32],
-        ) {
-            match *self {}
+    /// Computes `scores[r * n + t] = scale * query_r . key_t` with the scale of
+    /// [`new`](Self::new).
+    pub(super) fn score(&mut self, keys: &PackedRun<'_>, scores: &mut [f32], n: usize) {
+        match *self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(ref mut coded) => coded.score(keys, scores, n),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vnni(ref mut coded) => coded.score(keys, scores, n),
+        }
+    }
+
+    /// Computes `o_r += sum_t weights[r * n + t] * value_t`.
+    pub(super) fn add(&mut self, values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
+        match *self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(ref mut coded) => coded.add(values, weights, n, o),
+            #[cfg(target_arch = "x86_64")]
+            Self::Vnni(ref mut coded) => coded.add(values, weights, n, o),
         }
     }
 }

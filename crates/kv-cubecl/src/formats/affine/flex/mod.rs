@@ -31,6 +31,7 @@ pub(in crate::formats) use parameters::{F16_MAX, unpack_parameters};
 pub(in crate::formats) use quantize::{encode_columns, write_codes};
 pub(in crate::formats) use ranges::column_ranges;
 pub(in crate::formats) use sums::{add_words, score_words};
+pub(in crate::formats) use tile::AddScratch;
 
 /// Returns whether attention can read codes without restoring them: every vector of codes must lie
 /// within one group.

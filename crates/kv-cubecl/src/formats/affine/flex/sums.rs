@@ -17,7 +17,7 @@ use super::vnni;
 use super::{
     codes::{CodeLayout, Codes, Terms},
     parameters::{unpack_parameters, unpack_vector},
-    tile::{MAX_ROWS, TILE, TILE_WORDS},
+    tile::{AddScratch, MAX_ROWS, TILE, TILE_WORDS},
     widen::{RUN, WHOLE_WORDS, WIDENED, widen_columns, widen_lines, widened},
 };
 use crate::{
@@ -100,23 +100,26 @@ pub(in crate::formats) fn score_words(
 /// Computes `o_r += sum_t weights[r * n + t] * value_t` of the packed values.
 pub(super) fn add(values: &PackedRun<'_>, weights: &[f32], n: usize, o: &mut [f32]) {
     let PackedRun { words, ref place, ref tokens, .. } = *values;
-    let word = |token| place.spec.words(token, place.head_dim);
-    add_words(&words[word(tokens.start)..word(tokens.end)], place, weights, n, o);
+    let words = &words[place.spec.words(tokens.start, place.head_dim)..];
+    add_words(words, place, tokens.len(), weights, n, o, &mut AddScratch::default());
 }
 
-/// Computes [`add`] of values whose words are `words`.
+/// Computes [`add`] of `tokens` values whose lines begin with `words`. What follows them is
+/// prefetched.
 pub(in crate::formats) fn add_words(
     words: &[u32],
     PackedLayout { spec, head_dim, .. }: &PackedLayout,
+    tokens: usize,
     weights: &[f32],
     n: usize,
     o: &mut [f32],
+    scratch: &mut AddScratch,
 ) {
     let head_dim = *head_dim;
     for (row, rows) in runs(o.len() / head_dim) {
         let o = &mut o[row * head_dim..][..rows * head_dim];
         let kernel = kernel!(add_rows, spec, rows, head_dim);
-        kernel(words, &weights[row * n..], n, o, head_dim, spec.group_size);
+        kernel(words, tokens, &weights[row * n..], n, o, head_dim, spec.group_size, scratch);
     }
 }
 
@@ -220,27 +223,29 @@ pub(super) fn score_rows<S: Simd, const BITS: usize, const ROWS: usize>(
 
 /// Computes [`add`] for `ROWS` rows. Lanes are channels.
 #[macerator::with_simd]
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 pub(super) fn add_rows<S: Simd, const BITS: usize, const ROWS: usize>(
     values: &[u32],
+    tokens: usize,
     weights: &[f32],
     n: usize,
     o: &mut [f32],
     head_dim: usize,
     group_size: usize,
+    scratch: &mut AddScratch,
 ) {
     let lanes = u32::lanes::<S>();
     let (n_words, groups) = (CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let width = n_words + groups;
     let tile_len = (TILE_WORDS / width / lanes * lanes).clamp(lanes, TILE);
-    let mut params = [0; TILE];
-    let mut folded = [[0.0; TILE]; ROWS];
-    let mut wide = [0; widened(TILE_WORDS)];
-    for (tile, lines) in values.chunks(tile_len * width).enumerate() {
-        let (first, count) = (tile * tile_len, lines.len() / width);
+    let AddScratch { words: wide, params, folded } = scratch;
+    for first in (0..tokens).step_by(tile_len) {
+        let count = tile_len.min(tokens - first);
+        let lines = &values[first * width..][..count * width];
         let (codes, stride) = match CodeLayout::<BITS>::SPLIT {
             true => {
                 let stride = widened(n_words);
-                widen_lines(lines, width, n_words, &mut wide);
+                widen_lines(lines, width, n_words, wide);
                 (&wide[..], stride)
             }
             false => (lines, width),

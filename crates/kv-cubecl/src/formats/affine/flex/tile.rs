@@ -1,5 +1,6 @@
 //! Rows and tiles that the float and integer kernels compute at a time.
 
+use super::widen::widened;
 use crate::formats::flex::SCRATCH_ROWS;
 
 /// Most query rows computed together, so that each word is unpacked once for all of them.
@@ -13,3 +14,20 @@ pub(super) const TILE: usize = 128;
 
 /// Words of values per tile: they share the L1 cache with the next tile, which is being prefetched.
 pub(super) const TILE_WORDS: usize = 1280;
+
+/// Scratch memory of [`add_words`](super::sums::add_words), aligned so that no vector crosses a
+/// cache line. Its contents are of no use to the next call.
+#[repr(align(64))]
+pub(in crate::formats) struct AddScratch {
+    /// The codes of a tile as the kernel reads them.
+    pub(super) words: [u32; widened(TILE_WORDS)],
+    pub(super) params: [u32; TILE],
+    /// Weights times scales of each row.
+    pub(super) folded: [[f32; TILE]; MAX_ROWS],
+}
+
+impl Default for AddScratch {
+    fn default() -> Self {
+        Self { words: [0; widened(TILE_WORDS)], params: [0; TILE], folded: [[0.0; TILE]; MAX_ROWS] }
+    }
+}

@@ -17,8 +17,8 @@ use crate::{
         affine::{
             Affine,
             flex::{
-                F16_MAX, Quantized, add_words, column_ranges, encode_columns, fits_widened,
-                reads_codes, score_words, through_range, unpack_parameters,
+                AddScratch, F16_MAX, Quantized, add_words, column_ranges, encode_columns,
+                fits_widened, reads_codes, score_words, through_range, unpack_parameters,
             },
         },
         flex::{CpuCodec, PackedRun},
@@ -130,20 +130,26 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
 /// Most factors of a tile: one for each token or channel.
 const MOST_FACTORS: usize = 256;
 
-/// The words of the groups of a block, and its factors.
-struct Block<'a> {
-    groups: &'a [u32],
-    factors: [f32; MOST_FACTORS],
-}
+/// Memory for the factors of a block. It is passed on, because a kernel of few tokens would take
+/// a tenth of its time to clear and copy it.
+struct Factors([f32; MOST_FACTORS]);
 
-impl<'a> Block<'a> {
-    /// Takes the words of a block, and of what follows it.
-    fn new(words: &'a [u32], PackedLayout { spec, head_dim, .. }: &PackedLayout) -> Self {
+impl Factors {
+    fn new() -> Self {
+        Self([0.0; MOST_FACTORS])
+    }
+
+    /// Returns the words of the groups of a block, and its factors. `words` begin with the block.
+    fn read<'a>(
+        &mut self,
+        words: &'a [u32],
+        PackedLayout { spec, head_dim, .. }: &PackedLayout,
+    ) -> (&'a [u32], &[f32]) {
         let (n, len) = (spec.factors(*head_dim), spec.block_words(*head_dim));
         let (groups, words) = words[..len].split_at(len - n / 2);
-        let mut factors = [0.0; MOST_FACTORS];
-        widen(words, &mut factors[..n]);
-        Self { groups, factors }
+        let factors = &mut self.0[..n];
+        widen(words, factors);
+        (groups, factors)
     }
 }
 
@@ -201,15 +207,16 @@ impl CpuCodec for Normalized {
     fn restore(&self, words: &[u32], first: usize, rows: &mut [f32], place: &PackedLayout) {
         let PackedLayout { spec, head_dim, .. } = *place;
         let groups = without_tile(place);
+        let mut factors = Factors::new();
         let blocks = words[place.codes(first)..].chunks_exact(spec.block_words(head_dim));
         for (rows, words) in rows.chunks_exact_mut(spec.block_tokens() * head_dim).zip(blocks) {
-            let Block { groups: words, factors } = Block::new(words, place);
+            let (words, factors) = factors.read(words, place);
             Affine.restore(words, 0, rows, &groups);
             for (token, row) in rows.chunks_exact_mut(head_dim).enumerate() {
                 match spec.granularity {
                     Granularity::PerChannel => row.iter_mut().for_each(|x| *x *= factors[token]),
                     Granularity::PerToken => {
-                        row.iter_mut().zip(&factors).for_each(|(x, factor)| *x *= factor);
+                        row.iter_mut().zip(factors).for_each(|(x, factor)| *x *= factor);
                     }
                 }
             }
@@ -256,13 +263,14 @@ impl CpuCodec for Normalized {
             return keys.score_restored(query, scores, n);
         }
         let rows = query.len() / keys.place.head_dim;
+        let mut factors = Factors::new();
         for Part { words, first, count, .. } in parts(keys) {
-            let Block { factors, .. } = Block::new(words, &keys.place);
+            let (_, factors) = factors.read(words, &keys.place);
             let scores = &mut scores[first..];
             score_words(words, &groups, count, query, scores, n, scratch);
             for row in 0..rows {
                 let scores = &mut scores[row * n..][..count];
-                scores.iter_mut().zip(&factors).for_each(|(score, factor)| *score *= factor);
+                scores.iter_mut().zip(factors).for_each(|(score, factor)| *score *= factor);
             }
         }
     }
@@ -273,15 +281,16 @@ impl CpuCodec for Normalized {
             return values.add_restored(weights, n, o);
         }
         let head_dim = values.place.head_dim;
-        let mut sums = vec![0.0; o.len()];
+        let (mut sums, mut scratch) = (vec![0.0; o.len()], AddScratch::default());
+        let mut factors = Factors::new();
         let line = groups.spec.words_per_group();
         for Part { words, skipped, first, count } in parts(values) {
-            let Block { groups: lines, factors } = Block::new(words, &values.place);
-            let words = &lines[skipped * line..(skipped + count) * line];
+            let (_, factors) = factors.read(words, &values.place);
+            let words = &words[skipped * line..];
             sums.fill(0.0);
-            add_words(words, &groups, &weights[first..], n, &mut sums);
+            add_words(words, &groups, count, &weights[first..], n, &mut sums, &mut scratch);
             for (o, sums) in o.chunks_exact_mut(head_dim).zip(sums.chunks_exact(head_dim)) {
-                for ((o, sum), factor) in o.iter_mut().zip(sums).zip(&factors) {
+                for ((o, sum), factor) in o.iter_mut().zip(sums).zip(factors) {
                     *o += sum * factor;
                 }
             }

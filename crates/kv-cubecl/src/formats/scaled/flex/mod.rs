@@ -32,6 +32,9 @@ pub(crate) trait Scaled: Sync {
     /// scale; `None` if scales are powers of two, which are step functions of the magnitude.
     const LARGEST: Option<f32>;
 
+    /// True if codes of 8 bits are signed bytes and `value` is their value.
+    const INTEGERS: bool = false;
+
     /// Returns the parameter of a group with this largest magnitude, which must not be NaN.
     fn parameter(amax: f32) -> u32;
 
@@ -237,6 +240,29 @@ fn restore_tokens<S: Simd, F: Scaled>(
     }
 }
 
+/// Reads the scales of tokens of one group from slot `first` on.
+#[cfg(target_arch = "x86_64")]
+#[macerator::with_simd]
+fn read_scales<S: Simd, F: Scaled>(
+    _format: &F,
+    words: &[u32],
+    first: usize,
+    scales: &mut [f32],
+    place: &PackedLayout,
+) {
+    // Scales that have halves of words are read without a search for the half of each.
+    if F::FORMAT.parameter_bits() == 16 {
+        let halves: &[u16] = bytemuck::cast_slice(&words[place.parameters()..]);
+        for (scale, &half) in scales.iter_mut().zip(&halves[first..]) {
+            *scale = F::scale(half.into());
+        }
+        return;
+    }
+    for (i, scale) in scales.iter_mut().enumerate() {
+        *scale = F::scale(place.parameter_in(words, first + i, 0));
+    }
+}
+
 /// Unpacks tokens of one group from slot `first` on, to bf16, which has all numbers of 8-bit codes.
 #[cfg(target_arch = "x86_64")]
 #[macerator::with_simd]
@@ -246,14 +272,12 @@ fn unpack_tokens<S: Simd, F: Scaled>(
     first: usize,
     codes: &mut [u16],
     stride: usize,
-    scales: &mut [f32],
     place: &PackedLayout,
 ) {
     let code_words = place.spec.code_words();
-    for (i, (to, scale)) in codes.chunks_exact_mut(stride).zip(scales).enumerate() {
+    for (i, to) in codes.chunks_exact_mut(stride).enumerate() {
         let token = first + i;
         simd::prefetch(words, place.codes(token + AHEAD), code_words);
-        *scale = F::scale(place.parameter_in(words, token, 0));
         let codes: &[u8] = bytemuck::cast_slice(&words[place.codes(token)..][..code_words]);
         for (to, &code) in to.iter_mut().zip(codes) {
             // The upper half of an f32 is a bf16.
@@ -309,6 +333,15 @@ impl<F: Scaled> CpuCodec for F {
             && spec.n_bits == 8
     }
 
+    fn has_integers(&self) -> bool {
+        F::INTEGERS
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn scales(&self, words: &[u32], first: usize, scales: &mut [f32], place: &PackedLayout) {
+        read_scales(self, words, first, scales, place);
+    }
+
     #[cfg(target_arch = "x86_64")]
     fn unpack(
         &self,
@@ -316,10 +349,9 @@ impl<F: Scaled> CpuCodec for F {
         first: usize,
         codes: &mut [u16],
         stride: usize,
-        scales: &mut [f32],
         place: &PackedLayout,
     ) {
-        unpack_tokens(self, words, first, codes, stride, scales, place);
+        unpack_tokens(self, words, first, codes, stride, place);
     }
 
     fn score(

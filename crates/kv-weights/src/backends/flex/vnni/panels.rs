@@ -5,6 +5,8 @@
 
 use core::{arch::x86_64::*, mem::MaybeUninit};
 
+use kv_device::threads::in_parts;
+
 use super::{
     activations::{BLOCK, Block, round},
     load,
@@ -14,7 +16,6 @@ use crate::{
     backends::flex::{
         gate::{gated_products, open},
         stacked::Stacked,
-        threads::in_parts,
         tuning::{LINE, PARALLEL},
     },
     formats::vnni::{GROUP, Groups, MOST_BYTES},

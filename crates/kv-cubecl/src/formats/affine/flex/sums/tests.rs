@@ -5,6 +5,7 @@ use macerator::{Arch, Simd, WithSimd};
 use super::{
     super::{
         quantize::{dequantize_slice, quantize_slice},
+        tile::AddScratch,
         vnni,
     },
     add_rows_impl, score_rows_impl,
@@ -45,7 +46,8 @@ impl<const BITS: usize, const ROWS: usize> Kernels<'_, BITS, ROWS> {
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
         vnni::score_rows::<BITS, ROWS>(keys, query, &mut scores, n, tokens, d, g, scratch);
-        vnni::add_rows::<BITS, ROWS>(values, weights, n, &mut o, d, g);
+        let add = &mut AddScratch::default();
+        vnni::add_rows::<BITS, ROWS>(values, n, weights, n, &mut o, d, g, add);
         [scores, o]
     }
 }
@@ -62,7 +64,8 @@ impl<const BITS: usize, const ROWS: usize> WithSimd for Kernels<'_, BITS, ROWS> 
         let mut o = vec![0.0; ROWS * d];
         let scratch = &mut vec![f32::NAN; SCRATCH_ROWS * d];
         score_rows_impl::<S, BITS, ROWS>(keys, query, &mut scores, n, tokens, d, g, scratch);
-        add_rows_impl::<S, BITS, ROWS>(values, weights, n, &mut o, d, g);
+        let add = &mut AddScratch::default();
+        add_rows_impl::<S, BITS, ROWS>(values, n, weights, n, &mut o, d, g, add);
         [scores, o]
     }
 }
@@ -146,7 +149,7 @@ fn on_every_extension<const BITS: usize, const ROWS: usize>(
     let archs = ARCHS.into_iter().filter(|arch| available(*arch));
     // SAFETY: the CPU has the extension.
     let in_floats = archs.map(|arch| (format!("{arch:?}"), unsafe { arch.dispatch(kernels) }));
-    let in_integers = vnni::available().then(|| ("VNNI".to_owned(), kernels.in_integers()));
+    let in_integers = simd::vnni::available().then(|| ("VNNI".to_owned(), kernels.in_integers()));
     in_floats.chain(in_integers).collect()
 }
 
@@ -169,7 +172,7 @@ const ARCHS: [Arch; 4] = [Arch::Scalar, Arch::V2, Arch::V3, Arch::V4];
 fn report_missing_extensions() {
     let test = std::thread::current().name().unwrap_or("test").to_string();
     let archs = ARCHS.iter().filter(|arch| !available(**arch)).map(|arch| format!("{arch:?}"));
-    let vnni = (!vnni::available()).then(|| "VNNI".to_string());
+    let vnni = (!simd::vnni::available()).then(|| "VNNI".to_string());
     for missing in archs.chain(vnni) {
         // A test must not fail because standard error is closed.
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: this CPU has no {missing}");
@@ -238,7 +241,7 @@ fn split_codes_of_very_wide_heads() {
 
 #[test]
 fn integer_kernels_preserve_zeros_and_nonfinite_numbers() {
-    if !vnni::available() {
+    if !simd::vnni::available() {
         return report_missing_extensions();
     }
     const TOKENS: usize = 64;

@@ -2,10 +2,8 @@
 
 use core::arch::x86_64::*;
 
-use super::{
-    super::codes::{CodeLayout, Terms},
-    sizes::{DIGITS, LANES, QUAD},
-};
+use super::super::codes::{CodeLayout, Terms};
+use crate::simd::vnni::{DIGITS, LANES, QUAD};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
@@ -115,8 +113,8 @@ impl<const BITS: usize> Codes<BITS> {
     /// 2^k times, as they are not shifted down.
     ///
     /// A step is a quad of terms. Its factors are digits, as
-    /// [`to_digits`](super::digits::to_digits) writes them. `high` is the index of the word with
-    /// the high bits of split codes; 0 if codes are whole.
+    /// [`to_digits`](crate::simd::vnni::to_digits) writes them. `high` is the index of the word
+    /// with the high bits of split codes; 0 if codes are whole.
     #[inline]
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(super) fn sums<const ROWS: usize>(&self, terms: &Terms<'_>, high: usize) -> [__m512; ROWS] {

@@ -11,31 +11,28 @@
 //! a sum of f32 does. As in floating point, codes are masked but not shifted down in their byte.
 
 mod codes;
-mod digits;
-mod sizes;
+mod fold;
 
 use core::{arch::x86_64::*, mem};
 
 use super::{
     codes::{CodeLayout, Terms},
-    tile::{MAX_ROWS, TILE, TILE_WORDS},
+    tile::{AddScratch, MAX_ROWS, TILE, TILE_WORDS},
 };
-use crate::{formats::QuantSpec, simd};
+use crate::{
+    formats::QuantSpec,
+    simd::{
+        self,
+        vnni::{LANES, QUAD, available, to_digits},
+    },
+};
 use codes::{Codes, load};
-use digits::{Folded, fold, to_digits};
-use sizes::{LANES, QUAD};
+use fold::{Folded, fold};
 
 /// Returns whether this processor has the instructions and the kernels support the shape.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
     let line = Line::new(spec.words_of_codes(head_dim), head_dim / spec.group_size);
     available() && head_dim.is_multiple_of(LANES) && line.words * LANES <= TILE_WORDS
-}
-
-pub(super) fn available() -> bool {
-    is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512vnni")
 }
 
 /// The sizes of one token's packed values: words of codes, then one parameter word per group.
@@ -117,7 +114,7 @@ fn score<const BITS: usize, const ROWS: usize>(
         mem::swap(&mut digits, &mut scaled);
         let folded = next;
         if step > 0 {
-            unit = to_digits::<ROWS>(head_dim, folded.largest, digits, head_dim);
+            unit = to_digits::<ROWS, _>(head_dim, folded.largest, digits, head_dim);
         }
         if step < n_groups {
             let params = &keys[(step + 1) * group_words - head_dim..][..head_dim];
@@ -165,37 +162,41 @@ fn store_part(x: &mut [f32], vector: __m512) {
 }
 
 /// Computes [`add_rows`](super::sums::add_rows) in integers.
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 pub(super) fn add_rows<const BITS: usize, const ROWS: usize>(
     values: &[u32],
+    tokens: usize,
     weights: &[f32],
     n: usize,
     o: &mut [f32],
     head_dim: usize,
     group_size: usize,
+    scratch: &mut AddScratch,
 ) {
     assert!(available());
     // SAFETY: the processor has the instructions that the function is compiled for, as asserted.
-    unsafe { add::<BITS, ROWS>(values, weights, n, o, head_dim, group_size) }
+    unsafe { add::<BITS, ROWS>(values, tokens, weights, n, o, head_dim, group_size, scratch) }
 }
 
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[allow(clippy::too_many_arguments, reason = "slices of one problem")]
 fn add<const BITS: usize, const ROWS: usize>(
     values: &[u32],
+    tokens: usize,
     weights: &[f32],
     n: usize,
     o: &mut [f32],
     head_dim: usize,
     group_size: usize,
+    scratch: &mut AddScratch,
 ) {
     let reader = Codes::<BITS>::new();
     let line = Line::new(CodeLayout::<BITS>::words(head_dim), head_dim / group_size);
     let tile_len = (TILE_WORDS / line.words / LANES * LANES).clamp(LANES, TILE);
-    let mut quads = Aligned([0; TILE_WORDS]);
-    let mut digits = Aligned([[0.0; TILE]; ROWS]);
-    let digits = digits.0.as_flattened_mut();
-    for (tile, lines) in values.chunks(tile_len * line.width).enumerate() {
-        let (first, count) = (tile * tile_len, lines.len() / line.width);
-        let quads = &mut quads.0[..count.next_multiple_of(LANES) * line.words];
+    let digits = scratch.folded.as_flattened_mut();
+    for first in (0..tokens).step_by(tile_len) {
+        let count = tile_len.min(tokens - first);
+        let quads = &mut scratch.words[..count.next_multiple_of(LANES) * line.words];
         transpose(&values[first * line.width..], line.width, quads);
         for group in 0..line.groups {
             // The parameter words of 16 tokens lie in four quads of lines.
@@ -206,7 +207,7 @@ fn add<const BITS: usize, const ROWS: usize>(
                 join(|i| load_quad(&all[i * stride..]))
             };
             let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
-            let unit = to_digits::<ROWS>(count, folded.largest, digits, TILE);
+            let unit = to_digits::<ROWS, _>(count, folded.largest, digits, TILE);
             for channel in (group * group_size..(group + 1) * group_size).step_by(LANES) {
                 let share = tile_len * line.width * LANES / head_dim;
                 let next = (first + tile_len) * line.width;
@@ -231,14 +232,10 @@ fn add<const BITS: usize, const ROWS: usize>(
     }
 }
 
-/// A value aligned to a cache line, so that vectors at multiples of 64 bytes do not cross lines.
-#[repr(align(64))]
-struct Aligned<T>(T);
-
 /// Transposes lines of `width` words, four lines at a time.
 ///
 /// Each quad of lines becomes its four first words, then its four second words, and so on, padded
-/// to a multiple of four words. Lines past the last are zeros.
+/// to a multiple of four words. Lines that are missing in `lines` are zeros.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn transpose(lines: &[u32], width: usize, quads: &mut [u32]) {

@@ -1,8 +1,8 @@
 //! Parallel work in parts.
 //!
-//! A decode step consists of about a hundred products of 10 to 50 microseconds each. Waking a
-//! thread takes as long. So threads of rayon's pool that have helped stay awake for a while and
-//! join the next product within a microsecond. While they wait, they run other tasks of the pool.
+//! A decode step consists of about a hundred operations of 10 to 150 microseconds each. Waking a
+//! thread takes 40 to 90. So threads of rayon's pool that have helped stay awake for a while and
+//! join the next operation within a microsecond. While they wait, they run other tasks of the pool.
 
 use core::{
     hint, iter,
@@ -15,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-/// Time for which an idle thread stays awake, longer than that between two products of a step.
+/// Time for which an idle thread stays awake, longer than that between two operations of a step.
 const AWAKE: Duration = Duration::from_micros(200);
 /// Pauses before a waiting thread checks the clock and looks for other tasks.
 const PAUSES: usize = 32;
@@ -29,13 +29,28 @@ pub fn in_parts<T: Send>(
     parallel: bool,
     work: impl Fn(T) + Sync,
 ) {
-    let helpers = if parallel { rayon::current_num_threads() - 1 } else { 0 };
-    if helpers == 0 {
-        return parts.for_each(work);
+    let threads = if parallel { rayon::current_num_threads() } else { 1 };
+    in_parts_with(vec![(); threads], parts, |(), part| work(part));
+}
+
+/// Runs `work` once for each part, [as `in_parts`](in_parts) does, on as many threads as `memory`
+/// has elements. Each thread keeps one of them for all of its parts.
+pub fn in_parts_with<M: Send, T: Send>(
+    mut memory: Vec<M>,
+    parts: impl Iterator<Item = T> + Send,
+    work: impl Fn(&mut M, T) + Sync,
+) {
+    if let [memory] = &mut memory[..] {
+        return parts.for_each(|part| work(memory, part));
     }
-    let parts = Mutex::new(parts);
-    let next = || lock(&parts).next();
-    TEAM.share(&|| iter::from_fn(next).for_each(&work), helpers);
+    let helpers = memory.len().saturating_sub(1);
+    let (memory, parts) = (Mutex::new(memory), Mutex::new(parts));
+    let work = || {
+        // More threads may come to help than there is memory for.
+        let Some(mut memory) = lock(&memory).pop() else { return };
+        iter::from_fn(|| lock(&parts).next()).for_each(|part| work(&mut memory, part));
+    };
+    TEAM.share(&work, helpers);
 }
 
 static TEAM: Team = Team {
