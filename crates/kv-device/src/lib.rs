@@ -1,5 +1,5 @@
-//! Helpers for devices that the kernels of kv-cubecl and kv-weights share: a check that a device
-//! has operations, limits of devices on [launches](grid) and buffers, f16 arithmetic for devices
+//! Helpers for devices that kv-cubecl, kv-weights and kv-models share: a check that a device has
+//! operations, limits of devices on [launches](grid) and buffers, f16 arithmetic for devices
 //! without f16, [work in parts](threads) on the CPU, and, for tests, the code of a kernel that
 //! NVIDIA's tools compile.
 //!

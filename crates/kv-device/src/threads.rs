@@ -1,15 +1,18 @@
 //! Parallel work in parts.
 //!
-//! A decode step consists of about a hundred operations of 10 to 150 microseconds each. Waking a
-//! thread takes 40 to 90. So threads of rayon's pool that have helped stay awake for a while and
-//! join the next operation within a microsecond. While they wait, they run other tasks of the pool.
+//! A decode step consists of about a hundred operations of 10 to 150 microseconds each, and waking
+//! a thread takes 40 to 90 microseconds. So threads of rayon's pool that have helped stay awake for
+//! a while and join the next operation within a microsecond. While they wait, they run other tasks
+//! of the pool.
 
 use core::{
     hint, iter,
+    panic::AssertUnwindSafe,
     sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 use std::{
+    panic,
     sync::{Mutex, MutexGuard, PoisonError},
     thread,
     time::Instant,
@@ -24,6 +27,9 @@ const PAUSES: usize = 32;
 ///
 /// If `parallel`, awake threads of rayon's pool help, and sleeping ones are woken for later calls.
 /// If another thread already runs parts in parallel, this thread works alone.
+///
+/// # Panics
+/// Panics if `work` does, on any thread. Parts may then be left out.
 pub fn in_parts<T: Send>(
     parts: impl Iterator<Item = T> + Send,
     parallel: bool,
@@ -33,24 +39,33 @@ pub fn in_parts<T: Send>(
     in_parts_with(vec![(); threads], parts, |(), part| work(part));
 }
 
-/// Runs `work` once for each part, [as `in_parts`](in_parts) does, on as many threads as `memory`
-/// has elements. Each thread keeps one of them for all of its parts.
-pub fn in_parts_with<M: Send, T: Send>(
-    mut memory: Vec<M>,
+/// Runs `work` once for each part, [as `in_parts`](in_parts) does, on at most as many threads as
+/// `scratch` has elements. Each thread keeps one of them for all of its parts.
+///
+/// # Panics
+/// Panics if `scratch` is empty, or if `work` does on any thread. Parts may then be left out.
+pub fn in_parts_with<S: Send, T: Send>(
+    mut scratch: Vec<S>,
     parts: impl Iterator<Item = T> + Send,
-    work: impl Fn(&mut M, T) + Sync,
+    work: impl Fn(&mut S, T) + Sync,
 ) {
-    if let [memory] = &mut memory[..] {
-        return parts.for_each(|part| work(memory, part));
+    let mut own = scratch.pop().expect("the calling thread needs scratch memory");
+    let helpers = scratch.len().min(rayon::current_num_threads() - 1);
+    if helpers == 0 {
+        return parts.for_each(|part| work(&mut own, part));
     }
-    let helpers = memory.len().saturating_sub(1);
-    let (memory, parts) = (Mutex::new(memory), Mutex::new(parts));
-    let work = || {
-        // More threads may come to help than there is memory for.
-        let Some(mut memory) = lock(&memory).pop() else { return };
-        iter::from_fn(|| lock(&parts).next()).for_each(|part| work(&mut memory, part));
+    let (scratch, parts) = (Mutex::new(scratch), Mutex::new(parts));
+    let work_with = |scratch: &mut S| {
+        iter::from_fn(|| lock(&parts).next()).for_each(|part| work(scratch, part))
     };
-    TEAM.share(&work, helpers);
+    let help = || {
+        // More threads may come to help than there is scratch memory for.
+        let scratch = lock(&scratch).pop();
+        if let Some(mut scratch) = scratch {
+            work_with(&mut scratch);
+        }
+    };
+    TEAM.share(&help, helpers, || work_with(&mut own));
 }
 
 static TEAM: Team = Team {
@@ -80,17 +95,25 @@ struct Job(*const (dyn Fn() + Sync));
 unsafe impl Send for Job {}
 
 impl Team {
-    /// Calls `work` on this thread and on helpers, and returns when all calls have returned.
-    fn share(&'static self, work: &(dyn Fn() + Sync), helpers: usize) {
+    /// Calls `own` on this thread and `help` on helpers, and returns when all calls have returned.
+    fn share(&'static self, help: &(dyn Fn() + Sync), helpers: usize, own: impl FnOnce()) {
         let mut job = lock(&self.job);
         if job.is_some() {
             drop(job);
-            return work();
+            return own();
         }
+        // A panic in a task of rayon's would end the process. The caller's thread raises it.
+        let panic = Mutex::new(None);
+        let help = || {
+            if let Err(payload) = panic::catch_unwind(AssertUnwindSafe(help)) {
+                *lock(&panic) = Some(payload);
+            }
+        };
+        let help: &(dyn Fn() + Sync) = &help;
         // SAFETY: only the lifetime changes. Helpers read the job under its lock and are counted
         // before they release it. `Close` removes the job and waits for those that were counted.
         *job = Some(Job(unsafe {
-            core::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(work)
+            core::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(help)
         }));
         drop(job);
         let close = Close(self);
@@ -99,8 +122,12 @@ impl Team {
             self.awake.fetch_add(1, Ordering::Relaxed);
             rayon::spawn(|| self.help());
         }
-        work();
+        own();
         drop(close);
+        let panic = lock(&panic).take();
+        if let Some(payload) = panic {
+            panic::resume_unwind(payload);
+        }
     }
 
     /// Helps with jobs until there has been none for a while.
@@ -195,5 +222,45 @@ mod tests {
         // Helpers fall asleep and wake again.
         thread::sleep(10 * AWAKE);
         sum(10);
+    }
+
+    #[test]
+    fn each_part_gets_scratch_memory_of_one_thread() {
+        for threads in 1..6 {
+            for n in [0, 1, 7, 1000] {
+                let done: Vec<AtomicU32> = (0..n).map(|_| AtomicU32::new(0)).collect();
+                let mut scratch = vec![0; threads];
+                in_parts_with(scratch.iter_mut().collect(), done.iter(), |mine, part| {
+                    **mine += 1;
+                    part.fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(done.iter().all(|done| done.load(Ordering::Relaxed) == 1));
+                assert_eq!(scratch.iter().sum::<usize>(), n, "{threads} threads");
+            }
+        }
+    }
+
+    /// The panic of a helper reaches the caller, and later calls have helpers again.
+    #[test]
+    fn a_panic_of_any_thread_reaches_the_caller() {
+        for part in [0, 1, 500, 999] {
+            let result = panic::catch_unwind(|| {
+                in_parts(0..1000, true, |i| {
+                    thread::sleep(Duration::from_micros(5));
+                    assert!(i != part, "part {part} fails");
+                });
+            });
+            let message = result.unwrap_err().downcast::<String>().unwrap();
+            assert_eq!(*message, format!("part {part} fails"));
+        }
+        let helped = AtomicU32::new(0);
+        let caller = thread::current().id();
+        in_parts(0..1000, true, |_| {
+            thread::sleep(Duration::from_micros(5));
+            if thread::current().id() != caller {
+                helped.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        assert!(rayon::current_num_threads() == 1 || helped.load(Ordering::Relaxed) > 0);
     }
 }

@@ -94,11 +94,13 @@ pub(crate) trait CpuCodec: Sync {
 
     /// Returns whether a token of this layout is 8-bit codes, adjacent in a slice, and one scale,
     /// so that the codec [unpacks](Self::unpack) it.
+    #[cfg(target_arch = "x86_64")]
     fn unpacks(&self, _place: &PackedLayout) -> bool {
         false
     }
 
-    /// Returns whether these codes are signed bytes, the integers that they stand for.
+    /// Returns whether 8-bit codes are signed integers: a code's value is the byte itself.
+    #[cfg(target_arch = "x86_64")]
     fn has_integers(&self) -> bool {
         false
     }

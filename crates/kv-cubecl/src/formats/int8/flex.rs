@@ -22,6 +22,7 @@ const LARGEST_SCALE: f32 = 65504.0 / 128.0;
 impl Scaled for Int8 {
     const FORMAT: Codec = Codec::Int8;
     const LARGEST: Option<f32> = Some(LARGEST);
+    #[cfg(target_arch = "x86_64")]
     const INTEGERS: bool = true;
 
     fn parameter(amax: f32) -> u32 {

@@ -2,9 +2,9 @@
 
 use core::arch::x86_64::*;
 
-use super::LANES;
+use super::{DIGITS, LANES, ROWS};
 
-/// The integer that the largest factor of a group is scaled to. Its sum with [`ZERO`] is below
+/// The integer that the largest factor of a row is scaled to. Its sum with [`ZERO`] is below
 /// 2^23, also when rounded up.
 const LARGEST: f32 = 0x3f_7f00 as f32;
 
@@ -12,24 +12,24 @@ const LARGEST: f32 = 0x3f_7f00 as f32;
 /// `x + ZERO` byte by byte, without borrowing, leaves three signed bytes whose value is x.
 const ZERO: u32 = 0x40_8080;
 
-/// The lower bound of a group's largest factor, so that the division by it does not overflow.
+/// The lower bound of a row's largest factor, so that the division by it does not overflow.
 /// Factors below it are too small to change a softmax.
 const SMALLEST: f32 = 1e-30;
 
-/// Overwrites rows of `n` factors, `stride` apart, with their digits. `largest` is the largest
+/// Overwrites `N` rows of `n` factors, `stride` apart, with their digits. `largest` is the largest
 /// magnitude of each row. Returns for each row the factor that the integer 1 stands for.
 ///
 /// Four factors become four words: the four lowest digits, the four middle ones, the four highest,
 /// and one word that is not read. Whole vectors are converted, so rows have room for them.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(crate) fn to_digits<const ROWS: usize, const MOST: usize>(
+pub(crate) fn to_digits<const N: usize>(
     n: usize,
-    largest: [f32; MOST],
+    largest: [f32; ROWS],
     scaled: &mut [f32],
     stride: usize,
-) -> [f32; MOST] {
-    assert!((ROWS - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
+) -> [f32; ROWS] {
+    assert!((N - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
     let largest = largest.map(|largest| largest.max(SMALLEST));
     let per_unit = largest.map(|largest| LARGEST / largest);
     // A float of 2^23 or more has no bits for a fraction, so this addition rounds to an integer.
@@ -38,7 +38,7 @@ pub(crate) fn to_digits<const ROWS: usize, const MOST: usize>(
     let by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let by_digit = _mm512_broadcast_i32x4(by_digit);
     for first in (0..n).step_by(LANES) {
-        for row in 0..ROWS {
+        for row in 0..N {
             // SAFETY: a row of `scaled` has room for whole vectors, as asserted.
             unsafe {
                 let digits = scaled.as_mut_ptr().add(row * stride + first);
@@ -59,15 +59,30 @@ pub(crate) const LARGER_MAGNITUDE: i32 = 0b1011;
 /// Reduces each of four vectors to one number.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(crate) fn across(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4] {
+pub(crate) fn across(rows: [__m512; ROWS], with: impl Fn(__m512, __m512) -> __m512) -> [f32; ROWS] {
     let [a, b, c, d] = rows;
     let ab = with(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     let cd = with(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     let lanes = with(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xee>(ab, cd));
     let halves = with(lanes, _mm512_shuffle_f32x4::<0x4e>(lanes, lanes));
     let whole = with(halves, _mm512_shuffle_f32x4::<0xb1>(halves, halves));
-    let mut out = [0.0; 4];
+    let mut out = [0.0; ROWS];
     // SAFETY: the array has four floats.
     unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps128(whole)) };
     out
+}
+
+/// Returns the sums of factors from the sums of their digits, lowest first, in units.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(crate) fn join_digits([low, middle, high]: [__m512i; DIGITS]) -> __m512 {
+    let base = _mm512_set1_ps(256.0);
+    let upper = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), base, _mm512_cvtepi32_ps(middle));
+    _mm512_fmadd_ps(upper, base, _mm512_cvtepi32_ps(low))
+}
+
+/// Returns the mask of the first `n` lanes.
+#[inline(always)]
+pub(crate) fn first_lanes(n: usize) -> u16 {
+    u16::MAX >> LANES.saturating_sub(n)
 }

@@ -2,14 +2,13 @@
 
 use core::arch::x86_64::*;
 
-use super::{DIGITS, LANES, LARGER_MAGNITUDE, QUAD, across, to_digits};
+use super::{
+    DIGITS, LANES, LARGER_MAGNITUDE, QUAD, ROWS, across, first_lanes, join_digits, to_digits,
+};
 use crate::simd::{
     prefetch,
     transpose::{transpose, transpose_lanes},
 };
-
-/// Rows that are multiplied together.
-const ROWS: usize = 4;
 
 /// Vectors of columns that are multiplied together. The sums of all digits then take 24 of the 32
 /// registers.
@@ -36,48 +35,53 @@ pub(crate) struct Digits {
     rows: Vec<Row>,
 }
 
-/// What the sums of a row's digits mean.
+/// The corrections that turn a row's sums of digits into a product.
 #[derive(Clone, Copy)]
 struct Row {
-    /// What codes that are greater by 128 add to the sum of each digit; the last element is of no
-    /// use.
+    /// The sum of each digit, times 128: codes that are greater by 128 add it. The last element is
+    /// not used.
     excess: [i32; DIGITS + 1],
     /// The factor that the integer 1 stands for; NaN if not all factors are finite.
     unit: f32,
 }
 
+/// The most terms of a product: with 2^17, sums of 128 * 128 each would leave 32 bits.
+const MOST_TERMS: usize = 1 << 16;
+
 impl Digits {
-    /// Takes the rows of `x`, which start `stride` numbers apart, with `scales.len()` numbers each
-    /// that are multiplied by their scales.
+    /// Multiplies each row of `x` by `scales`, and stores its digits. Rows start `stride` numbers
+    /// apart.
+    ///
+    /// # Panics
+    /// Panics if `x` is shorter than its rows, or there are more than 2^16 scales.
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(crate) fn fill(&mut self, x: &[f32], stride: usize, rows: usize, scales: &[f32]) {
         let depth = scales.len();
-        assert!(rows == 0 || (rows - 1) * stride + depth <= x.len());
+        assert!(depth <= MOST_TERMS);
         let width = depth.next_multiple_of(LANES);
         self.width = width;
         self.words.resize(rows.next_multiple_of(ROWS) * width, 0.0);
         self.rows.clear();
-        let words = self.words.chunks_exact_mut(ROWS * width);
-        for (nth, words) in words.enumerate() {
+        for (nth, words) in self.words.chunks_exact_mut(ROWS * width).enumerate() {
             let first_row = nth * ROWS;
-            let [mut largest, mut sums] = [[_mm512_setzero_ps(); ROWS]; 2];
             // Rows past the last are zeros: their masks have no lanes.
-            let row = |row: usize| match first_row + row < rows {
+            let source = |row: usize| match first_row + row < rows {
                 true => (x[(first_row + row) * stride..][..depth].as_ptr(), u16::MAX),
                 false => (x.as_ptr(), 0),
             };
-            let of_rows: [_; ROWS] = core::array::from_fn(row);
+            let sources: [_; ROWS] = core::array::from_fn(source);
+            let [mut largest, mut sums] = [[_mm512_setzero_ps(); ROWS]; 2];
             for first in (0..depth).step_by(LANES) {
-                let in_row = first_lanes(depth - first);
-                for (row, &(from, any)) in of_rows.iter().enumerate() {
+                let wanted = first_lanes(depth - first);
+                for (row, &(source, mask)) in sources.iter().enumerate() {
                     // SAFETY: the masks leave out what is past the row and its scales, and `words`
                     // have room for whole vectors of each row.
                     unsafe {
-                        let scales = _mm512_maskz_loadu_ps(in_row, scales.as_ptr().add(first));
-                        let from = _mm512_maskz_loadu_ps(in_row & any, from.wrapping_add(first));
-                        let product = _mm512_mul_ps(from, scales);
-                        let to = words.as_mut_ptr().add(row * width + first);
-                        _mm512_storeu_ps(to, product);
+                        let scales = _mm512_maskz_loadu_ps(wanted, scales.as_ptr().add(first));
+                        let source = source.wrapping_add(first);
+                        let factors = _mm512_maskz_loadu_ps(wanted & mask, source);
+                        let product = _mm512_mul_ps(factors, scales);
+                        _mm512_storeu_ps(words.as_mut_ptr().add(row * width + first), product);
                         largest[row] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[row], product);
                         sums[row] = _mm512_add_ps(sums[row], product);
                     }
@@ -85,7 +89,7 @@ impl Digits {
             }
             let largest = across(largest, |a, b| _mm512_max_ps(a, b));
             let sums = across(sums, |a, b| _mm512_add_ps(a, b));
-            let units = to_digits::<ROWS, ROWS>(depth, largest, words, width);
+            let units = to_digits::<ROWS>(depth, largest, words, width);
             for row in 0..ROWS {
                 let excess = excess(&words[row * width..][..width]);
                 let unit = if sums[row].is_finite() { units[row] } else { f32::NAN };
@@ -200,7 +204,8 @@ impl Panel {
     }
 
     /// Computes `out[r * stride + c] = scales[c] * sum_k left[r][k] * codes[k][c]`, or, without
-    /// scales, adds the sum to `out`. Prefetches `next`, a share with each few rows.
+    /// scales, adds the sum to `out`. Prefetches `next`, a share with each [`ROWS`]
+    /// rows.
     #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
     pub(crate) fn multiply(
         &self,
@@ -216,13 +221,12 @@ impl Panel {
             for vector in (0..self.vectors).step_by(VECTORS) {
                 let sums = self.sums(left, nth * ROWS, vector);
                 for (row, out) in out.chunks_mut(stride).enumerate() {
-                    for of_row in 0..VECTORS {
-                        let first = (vector + of_row) * LANES;
+                    for (nth, &sums) in sums[row].iter().enumerate() {
+                        let first = (vector + nth) * LANES;
                         if first >= self.columns {
                             continue;
                         }
                         let wanted = first_lanes(self.columns - first);
-                        let sums = sums[row][of_row];
                         let out = &mut out[first..self.columns];
                         // SAFETY: the mask leaves out what is past the columns.
                         unsafe {
@@ -254,18 +258,17 @@ impl Panel {
         assert!(quads * QUAD <= width && vector + VECTORS <= self.vectors);
         let mut sums = [[[_mm512_setzero_si512(); DIGITS]; VECTORS]; ROWS];
         for row in 0..ROWS {
-            for of_row in 0..VECTORS {
+            for nth in 0..VECTORS {
                 for digit in 0..DIGITS {
-                    sums[row][of_row][digit] = _mm512_set1_epi32(-rows[row].excess[digit]);
+                    sums[row][nth][digit] = _mm512_set1_epi32(-rows[row].excess[digit]);
                 }
             }
         }
         for quad in 0..quads {
             let mut codes = [_mm512_setzero_si512(); VECTORS];
-            for (of_row, codes) in codes.iter_mut().enumerate() {
+            for (nth, codes) in codes.iter_mut().enumerate() {
                 // SAFETY: the vectors of the quad are in the panel, as asserted.
-                let from =
-                    unsafe { self.codes.get_unchecked(quad * self.vectors + vector + of_row) };
+                let from = unsafe { self.codes.get_unchecked(quad * self.vectors + vector + nth) };
                 // SAFETY: the vector is aligned and has 64 bytes.
                 *codes = unsafe { _mm512_load_si512(from.0.as_ptr().cast()) };
             }
@@ -275,33 +278,22 @@ impl Panel {
                     // SAFETY: the digits of the quad are in the row, as asserted.
                     let digits = unsafe { digits.get_unchecked(at) }.to_bits();
                     let digits = _mm512_set1_epi32(digits as i32);
-                    for of_row in 0..VECTORS {
-                        let sum = &mut sums[row][of_row][digit];
-                        *sum = _mm512_dpbusd_epi32(*sum, codes[of_row], digits);
+                    for nth in 0..VECTORS {
+                        let sum = &mut sums[row][nth][digit];
+                        *sum = _mm512_dpbusd_epi32(*sum, codes[nth], digits);
                     }
                 }
             }
         }
-        let base = _mm512_set1_ps(256.0);
-        let mut totals = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+        let mut products = [[_mm512_setzero_ps(); VECTORS]; ROWS];
         for row in 0..ROWS {
             let unit = _mm512_set1_ps(rows[row].unit);
-            for of_row in 0..VECTORS {
-                let [low, middle, high] = sums[row][of_row];
-                let upper =
-                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), base, _mm512_cvtepi32_ps(middle));
-                let total = _mm512_fmadd_ps(upper, base, _mm512_cvtepi32_ps(low));
-                totals[row][of_row] = _mm512_mul_ps(total, unit);
+            for nth in 0..VECTORS {
+                products[row][nth] = _mm512_mul_ps(join_digits(sums[row][nth]), unit);
             }
         }
-        totals
+        products
     }
-}
-
-/// Returns the mask of the first `n` lanes.
-#[inline(always)]
-fn first_lanes(n: usize) -> u16 {
-    u16::MAX >> LANES.saturating_sub(n)
 }
 
 #[cfg(test)]

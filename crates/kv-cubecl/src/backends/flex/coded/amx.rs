@@ -17,6 +17,7 @@ pub(super) fn reads(layout: &PackedLayout) -> bool {
     layout.spec.format.on_cpu().unpacks(layout)
 }
 
+/// The query rows of a block as digits, and the memory of products.
 pub(in super::super) struct Coded {
     query: Digits,
     weights: Digits,
@@ -26,6 +27,8 @@ pub(in super::super) struct Coded {
 }
 
 impl Coded {
+    /// Stores the query, multiplied by `scale`, as digits.
+    ///
     /// # Safety
     /// [`available`] must have returned true, and the thread must not have another one.
     pub(super) unsafe fn new(query: &[f32], head_dim: usize, scale: f32) -> Self {

@@ -15,10 +15,13 @@ pub(super) enum Coded {
     Vnni(vnni::Coded),
 }
 
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(unused_variables, reason = "other processors have no such products")
+)]
 impl Coded {
     /// Multiplies the query by `scale`. Returns `None` if the processor has no products with codes
     /// of one of these layouts, or the query is too large or NaN.
-    #[allow(unused_variables, reason = "other processors have none")]
     pub(super) fn new(
         layouts: [Option<PackedLayout>; 2],
         query: &[f32],
@@ -31,11 +34,11 @@ impl Coded {
             /// before the scales of keys are applied, and sums of 2^20 products with codes up to
             /// 2^16 are finite.
             const LARGEST: f32 = f32::from_bits((127 + 90) << 23);
-            let [amx, vnni] = [amx::available(), vnni::available()];
             let any = |reads: fn(&PackedLayout) -> bool| layouts.iter().flatten().any(reads);
-            if !(amx && any(amx::reads) || vnni && any(vnni::reads))
-                || !query.iter().all(|x| (x * scale).abs() <= LARGEST)
-            {
+            let amx = any(amx::reads) && amx::available();
+            let vnni = any(vnni::reads) && vnni::available();
+            let is_small = |x: &f32| (x * scale).abs() <= LARGEST;
+            if !(amx || vnni) || !query.iter().all(is_small) {
                 return None;
             }
             // SAFETY: the processor has the instructions. A thread computes one block at a time.

@@ -9,7 +9,8 @@ use crate::{
 
 pub(super) use crate::simd::vnni::available;
 
-/// Tokens that are multiplied at once. Their codes and the digits of a few rows share the L1 cache.
+/// Tokens that are multiplied at once. With 64 channels, their codes take half of the L1 cache;
+/// with fewer tokens, summing up the results takes longer.
 const TOKENS: usize = 256;
 
 /// Returns whether tokens of this layout can be multiplied.
@@ -18,6 +19,7 @@ pub(super) fn reads(layout: &PackedLayout) -> bool {
     codec.has_integers() && codec.unpacks(layout)
 }
 
+/// The query rows of a block as digits, and the memory of products.
 pub(in super::super) struct Coded {
     query: Digits,
     weights: Digits,
@@ -26,6 +28,8 @@ pub(in super::super) struct Coded {
 }
 
 impl Coded {
+    /// Stores the query, multiplied by `scale`, as digits.
+    ///
     /// # Safety
     /// [`available`] must have returned true.
     pub(super) unsafe fn new(query: &[f32], head_dim: usize, scale: f32) -> Self {
@@ -79,6 +83,68 @@ impl Coded {
             let (codes, next) = words[place.codes(token)..].split_at(count * width);
             let next = &next[..next.len().min(TOKENS * width)];
             visit(self, token - tokens.start, count, codes, next);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::formats::{Codec, Granularity, GroupRange, QuantSpec};
+
+    /// Products with the codes of a run that starts within the slots and has several parts equal
+    /// products with restored tokens.
+    #[test]
+    fn products_with_codes_are_those_with_restored_tokens() {
+        if !available() {
+            let _ = writeln!(std::io::stderr(), "SKIPPED products: this CPU has no VNNI");
+            return;
+        }
+        const ROWS: usize = 5;
+        const SLOTS: usize = 3 * TOKENS;
+        let spec = |head_dim| QuantSpec {
+            format: Codec::Int8,
+            granularity: Granularity::PerToken,
+            n_bits: 8,
+            group_size: head_dim,
+            range: GroupRange::MinMax,
+            tile: None,
+        };
+        let wave = |len: usize, pitch: f32| -> Vec<f32> {
+            (0..len).map(|i| (i as f32 * pitch).sin() * (1.0 + i as f32 / len as f32)).collect()
+        };
+        for head_dim in [32, 64, 96] {
+            let place = PackedLayout { spec: spec(head_dim), head_dim, tokens: SLOTS };
+            assert!(reads(&place));
+            let codec = place.spec.format.on_cpu();
+            let mut words = vec![0; place.words()];
+            codec.quantize(&wave(SLOTS * head_dim, 0.37), &mut words, 0, &place);
+            let tokens = 17..17 + 2 * TOKENS + 29;
+            let n = tokens.len() + 2;
+            let run = PackedRun { words: &words, place, tokens, skipped: 0 };
+            let (query, scale) = (wave(ROWS * head_dim, 0.7), 0.3);
+            let weights = wave(ROWS * n, 1.3);
+            let [mut scores, mut restored_scores] = [vec![0.0; ROWS * n], vec![0.0; ROWS * n]];
+            let [mut o, mut restored_o] = [vec![1.0; ROWS * head_dim], vec![1.0; ROWS * head_dim]];
+            // SAFETY: the processor has the instructions.
+            let mut coded = unsafe { Coded::new(&query, head_dim, scale) };
+            coded.score(&run, &mut scores, n);
+            coded.add(&run, &weights, n, &mut o);
+            let scaled: Vec<f32> = query.iter().map(|x| x * scale).collect();
+            run.score_restored(&scaled, &mut restored_scores, n);
+            run.add_restored(&weights, n, &mut restored_o);
+            for (what, got, wanted) in
+                [("scores", scores, restored_scores), ("output", o, restored_o)]
+            {
+                let largest = wanted.iter().fold(0.0, |a: f32, x| a.max(x.abs()));
+                for (i, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+                    // Sums of up to 541 products in f32, each rounded to 2^-24 of the sum.
+                    let off = (got - wanted).abs();
+                    assert!(off <= 1e-5 * largest, "{what} {i} of {head_dim}: {got}, not {wanted}");
+                }
+            }
         }
     }
 }

@@ -130,8 +130,8 @@ fn quantize_tile(rows: &[f32], words: &mut [u32], head_dim: usize, spec: &QuantS
 /// Most factors of a tile: one for each token or channel.
 const MOST_FACTORS: usize = 256;
 
-/// Memory for the factors of a block. It is passed on, because a kernel of few tokens would take
-/// a tenth of its time to clear and copy it.
+/// Scratch memory for the factors of a block, reused for all blocks: clearing it for each took a
+/// tenth of the time of a kernel.
 struct Factors([f32; MOST_FACTORS]);
 
 impl Factors {

@@ -32,7 +32,8 @@ pub(crate) trait Scaled: Sync {
     /// scale; `None` if scales are powers of two, which are step functions of the magnitude.
     const LARGEST: Option<f32>;
 
-    /// True if codes of 8 bits are signed bytes and `value` is their value.
+    /// True if 8-bit codes are signed integers and their value is the byte itself.
+    #[cfg(target_arch = "x86_64")]
     const INTEGERS: bool = false;
 
     /// Returns the parameter of a group with this largest magnitude, which must not be NaN.
@@ -250,10 +251,11 @@ fn read_scales<S: Simd, F: Scaled>(
     scales: &mut [f32],
     place: &PackedLayout,
 ) {
-    // Scales that have halves of words are read without a search for the half of each.
+    // 16-bit scales are read as an array of halves of words; the general lookup below is slower.
     if F::FORMAT.parameter_bits() == 16 {
         let halves: &[u16] = bytemuck::cast_slice(&words[place.parameters()..]);
-        for (scale, &half) in scales.iter_mut().zip(&halves[first..]) {
+        let halves = &halves[first..][..scales.len()];
+        for (scale, &half) in scales.iter_mut().zip(halves) {
             *scale = F::scale(half.into());
         }
         return;
@@ -326,6 +328,7 @@ impl<F: Scaled> CpuCodec for F {
         }
     }
 
+    #[cfg(target_arch = "x86_64")]
     fn unpacks(&self, place: &PackedLayout) -> bool {
         let spec = &place.spec;
         spec.granularity == Granularity::PerToken
@@ -333,6 +336,7 @@ impl<F: Scaled> CpuCodec for F {
             && spec.n_bits == 8
     }
 
+    #[cfg(target_arch = "x86_64")]
     fn has_integers(&self) -> bool {
         F::INTEGERS
     }

@@ -9,15 +9,22 @@ fn noise(seed: &mut u64) -> f32 {
     (*seed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// Compares a sum of products with f64. A factor is off by at most half a unit, which is at
-/// most 2^-23 of the largest factor of its row. A few roundings of the sum to f32 are added.
-fn near(what: &str, got: f32, largest: f32, products: impl Iterator<Item = (f32, f32)>) {
-    let (mut sum, mut codes) = (0.0, 0.0);
+/// Compares a sum of products, added to `start`, with f64. A factor is off by at most half a unit,
+/// 1.01 * 2^-23 of the largest factor of its row. A few roundings of the sum to f32 are added.
+fn near(
+    what: &str,
+    got: f32,
+    largest: f32,
+    start: f32,
+    products: impl Iterator<Item = (f32, f32)>,
+) {
+    let (mut sum, mut codes) = (f64::from(start), 0.0);
     for (factor, code) in products {
         sum += f64::from(factor) * f64::from(code);
         codes += f64::from(code).abs();
     }
-    let most = f64::from(largest) * codes * 2f64.powi(-23) + sum.abs() * 2f64.powi(-21);
+    let of_factors = f64::from(largest) * codes * 1.01 * 2f64.powi(-23);
+    let most = of_factors + (sum.abs() + f64::from(start.abs())) * 2f64.powi(-21);
     let off = (f64::from(got) - sum).abs();
     assert!(off <= most, "{what}: {got} for {sum}, off by {off} of {most}");
 }
@@ -34,7 +41,7 @@ struct Case {
 impl Case {
     fn new([rows, tokens, head_dim]: [usize; 3], seed: &mut u64) -> Self {
         let codes: Vec<i8> =
-            (0..tokens * head_dim).map(|_| (noise(seed) * 127.4).round() as i8).collect();
+            (0..tokens * head_dim).map(|_| (noise(seed) * 128.4).round() as i8).collect();
         let words = codes.as_chunks::<4>().0.iter().map(|x| u32::from_le_bytes(x.map(|x| x as u8)));
         let scales = (0..tokens.max(head_dim)).map(|_| noise(seed)).collect();
         Self { rows, tokens, head_dim, words: words.collect(), codes, scales }
@@ -47,7 +54,7 @@ impl Case {
         let mut panel = Panel { codes: vec![Codes([u32::MAX; LANES]); 999], ..Panel::default() };
         let width = head_dim / QUAD;
         let mut scores = vec![f32::NAN; rows * n];
-        let mut out = vec![0.5; rows * head_dim];
+        let mut out: Vec<f32> = (0..rows * head_dim).map(|i| start(i / head_dim)).collect();
         // SAFETY: the test has asked for the instructions.
         unsafe {
             digits.fill(query, *head_dim, *rows, &vec![1.0; *head_dim]);
@@ -59,6 +66,16 @@ impl Case {
         }
         [scores, out]
     }
+}
+
+/// Returns the factor of a row's numbers: the second row is a billion times smaller than others.
+fn size(row: usize) -> f32 {
+    if row == 1 { 1e-9 } else { 1.0 }
+}
+
+/// Returns what the products of a row are added to.
+fn start(row: usize) -> f32 {
+    0.5 * size(row)
 }
 
 fn has_instructions(what: &str) -> bool {
@@ -76,15 +93,13 @@ fn products_match_f64() {
     let seed = &mut 7;
     for rows in [1, 3, 4, 17, 64] {
         for (tokens, head_dim) in
-            [(1, 8), (5, 32), (16, 40), (63, 64), (64, 100), (129, 80), (256, 256)]
+            [(1, 8), (5, 32), (16, 40), (63, 64), (64, 100), (129, 80), (256, 256), (2, 4096)]
         {
             let case = Case::new([rows, tokens, head_dim], seed);
             let n = tokens + 3;
-            // The second row is a billion times smaller than the others.
-            let row = |i: usize, width: usize| if i / width == 1 { 1e-9 } else { 1.0 };
-            let query: Vec<f32> =
-                (0..rows * head_dim).map(|i| noise(seed) * row(i, head_dim)).collect();
-            let weights: Vec<f32> = (0..rows * n).map(|i| noise(seed) * row(i, n)).collect();
+            let mut row = |i: usize, width: usize| noise(seed) * size(i / width);
+            let query: Vec<f32> = (0..rows * head_dim).map(|i| row(i, head_dim)).collect();
+            let weights: Vec<f32> = (0..rows * n).map(|i| row(i, n)).collect();
             let [scores, out] = case.products(&query, &weights, n);
             check(&case, &query, &weights, &scores, &out);
         }
@@ -102,21 +117,24 @@ fn check(case: &Case, query: &[f32], weights: &[f32], scores: &[f32], out: &[f32
             let of_token = codes[t * head_dim..][..head_dim].iter();
             let of_token = of_token.map(|&code| f32::from(code) * scales[t]);
             let pairs = query.iter().copied().zip(of_token);
-            near(&format!("{what}, row {r}, token {t}"), scores[2 + r * n + t], largest, pairs);
+            let got = scores[2 + r * n + t];
+            near(&format!("{what}, row {r}, token {t}"), got, largest, 0.0, pairs);
         }
-        assert!(scores[r * n].is_nan() && scores[r * n + 1].is_nan(), "{what}: others change");
-        // The last rows of weights begin two numbers late, and have none after them.
-        let weights = weights.get(2 + r * n..).unwrap_or_default().iter();
-        let weights: Vec<f32> =
-            weights.zip(&scales[..tokens]).map(|(x, scale)| x * scale).collect();
+        // A row of scores has room for two numbers before its tokens and one after them.
+        for other in [0, 1, n - 1] {
+            assert!(scores[r * n + other].is_nan(), "{what}: {other} of row {r} changes");
+        }
+        let weights: Vec<f32> = weights[2 + r * n..][..tokens]
+            .iter()
+            .zip(&scales[..tokens])
+            .map(|(x, scale)| x * scale)
+            .collect();
         let largest = weights.iter().fold(0.0, |a: f32, x| a.max(x.abs()));
         for c in 0..head_dim {
             let of_channel = codes[c..].iter().step_by(head_dim).map(|&code| f32::from(code));
             let pairs = weights.iter().copied().zip(of_channel);
-            let sum = out[r * head_dim + c] - 0.5;
-            // The sum was added to a half.
-            let largest = largest + 0.5 / tokens as f32;
-            near(&format!("{what}, row {r}, channel {c}"), sum, largest, pairs);
+            let got = out[r * head_dim + c];
+            near(&format!("{what}, row {r}, channel {c}"), got, largest, start(r), pairs);
         }
     }
 }
@@ -143,5 +161,5 @@ fn only_rows_with_numbers_that_are_not_finite_become_nan() {
     let zeros = vec![0.0; 6 * case.head_dim.max(n)];
     let [scores, out] = case.products(&zeros, &zeros, n);
     assert!(scores[2..][..case.tokens].iter().all(|&x| x == 0.0));
-    assert!(out.iter().all(|&x| x == 0.5));
+    assert!(out.iter().enumerate().all(|(i, &x)| x == start(i / case.head_dim)));
 }

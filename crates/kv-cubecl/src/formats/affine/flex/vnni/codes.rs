@@ -3,7 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::super::codes::{CodeLayout, Terms};
-use crate::simd::vnni::{DIGITS, LANES, QUAD};
+use crate::simd::vnni::{DIGITS, LANES, QUAD, join_digits};
 
 /// Constants for each lane of a vector, for words of `CODES` codes.
 struct Lanes<const CODES: usize>;
@@ -158,11 +158,9 @@ impl<const BITS: usize> Codes<BITS> {
                 }
             }
         }
-        let base = _mm512_set1_ps(256.0);
         let mut totals = [_mm512_setzero_ps(); ROWS];
-        for (total, [low, middle, high]) in totals.iter_mut().zip(sums) {
-            let upper = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), base, _mm512_cvtepi32_ps(middle));
-            *total = _mm512_fmadd_ps(upper, base, _mm512_cvtepi32_ps(low));
+        for (total, digits) in totals.iter_mut().zip(sums) {
+            *total = join_digits(digits);
         }
         totals
     }

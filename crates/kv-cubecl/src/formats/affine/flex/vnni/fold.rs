@@ -3,7 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::super::{parameters::WIDEN, tile::MAX_ROWS};
-use crate::simd::vnni::{LANES, LARGER_MAGNITUDE, across};
+use crate::simd::vnni::{LANES, LARGER_MAGNITUDE, across, first_lanes};
 
 /// The sums that [`fold`] returns for the factors of a group, for each query row.
 #[derive(Clone, Copy)]
@@ -35,7 +35,7 @@ pub(super) fn fold<const ROWS: usize>(
     let [mut base, mut largest] = [[_mm512_setzero_ps(); MAX_ROWS]; 2];
     for first in (0..n).step_by(LANES) {
         let (scale, min) = unpack_parameters(params(first));
-        let wanted = u16::MAX >> LANES.saturating_sub(n - first);
+        let wanted = first_lanes(n - first);
         for row in 0..ROWS {
             // SAFETY: the n factors are in the slice, as asserted, and `wanted` masks all others.
             let factor = unsafe {

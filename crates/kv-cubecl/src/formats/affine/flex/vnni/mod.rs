@@ -1,14 +1,9 @@
 //! Attention over packed tokens in integers, for processors that multiply bytes: AVX-512 with VNNI.
 //!
-//! Computes the sums of the kernels [in floating point](super) in fixed point. The factors of a
-//! group (query or weight times scale) are divided by the largest of them and rounded to 23-bit
-//! integers, written as three signed digits to base 256. In each of 16 lanes, the instruction
-//! `vpdpbusd` multiplies four bytes (here: the codes of four terms) by four signed bytes (one digit
-//! of each factor) and adds the products to a 32-bit sum. Four terms take three instructions, one
-//! per digit; floating point takes four.
-//!
-//! The rounding changes a factor by at most 2^-23 of the largest factor, about as much as rounding
-//! a sum of f32 does. As in floating point, codes are masked but not shifted down in their byte.
+//! Computes the sums of the kernels [in floating point](super) in fixed point: the factors of a
+//! group (query or weight times scale) become [digits](crate::simd::vnni), and an instruction
+//! multiplies the codes of four terms. Four terms take three instructions, one per digit; floating
+//! point takes four. As in floating point, codes are masked but not shifted down in their byte.
 
 mod codes;
 mod fold;
@@ -114,7 +109,7 @@ fn score<const BITS: usize, const ROWS: usize>(
         mem::swap(&mut digits, &mut scaled);
         let folded = next;
         if step > 0 {
-            unit = to_digits::<ROWS, _>(head_dim, folded.largest, digits, head_dim);
+            unit = to_digits::<ROWS>(head_dim, folded.largest, digits, head_dim);
         }
         if step < n_groups {
             let params = &keys[(step + 1) * group_words - head_dim..][..head_dim];
@@ -207,7 +202,7 @@ fn add<const BITS: usize, const ROWS: usize>(
                 join(|i| load_quad(&all[i * stride..]))
             };
             let folded = fold::<ROWS>(count, params, &weights[first..], n, digits, TILE);
-            let unit = to_digits::<ROWS, _>(count, folded.largest, digits, TILE);
+            let unit = to_digits::<ROWS>(count, folded.largest, digits, TILE);
             for channel in (group * group_size..(group + 1) * group_size).step_by(LANES) {
                 let share = tile_len * line.width * LANES / head_dim;
                 let next = (first + tile_len) * line.width;
