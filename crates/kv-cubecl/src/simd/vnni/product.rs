@@ -188,8 +188,8 @@ impl Panel {
                 ];
                 let vectors = transpose_lanes(fours);
                 let vector = first * QUAD / LANES;
-                for nth in 0..QUAD.min(self.vectors - vector) {
-                    self.store(quad, vector + nth, vectors[nth]);
+                for (nth, codes) in vectors.into_iter().take(self.vectors - vector).enumerate() {
+                    self.store(quad, vector + nth, codes);
                 }
             }
         }
@@ -257,10 +257,10 @@ impl Panel {
         let quads = self.codes.len() / self.vectors;
         assert!(quads * QUAD <= width && vector + VECTORS <= self.vectors);
         let mut sums = [[[_mm512_setzero_si512(); DIGITS]; VECTORS]; ROWS];
-        for row in 0..ROWS {
-            for nth in 0..VECTORS {
-                for digit in 0..DIGITS {
-                    sums[row][nth][digit] = _mm512_set1_epi32(-rows[row].excess[digit]);
+        for (sums, row) in sums.iter_mut().zip(rows) {
+            for sums in sums {
+                for (sum, excess) in sums.iter_mut().zip(row.excess) {
+                    *sum = _mm512_set1_epi32(-excess);
                 }
             }
         }
@@ -272,24 +272,23 @@ impl Panel {
                 // SAFETY: the vector is aligned and has 64 bytes.
                 *codes = unsafe { _mm512_load_si512(from.0.as_ptr().cast()) };
             }
-            for row in 0..ROWS {
+            for (row, sums) in sums.iter_mut().enumerate() {
                 for digit in 0..DIGITS {
                     let at = row * width + quad * QUAD + digit;
                     // SAFETY: the digits of the quad are in the row, as asserted.
                     let digits = unsafe { digits.get_unchecked(at) }.to_bits();
                     let digits = _mm512_set1_epi32(digits as i32);
-                    for nth in 0..VECTORS {
-                        let sum = &mut sums[row][nth][digit];
-                        *sum = _mm512_dpbusd_epi32(*sum, codes[nth], digits);
+                    for (sums, &codes) in sums.iter_mut().zip(&codes) {
+                        sums[digit] = _mm512_dpbusd_epi32(sums[digit], codes, digits);
                     }
                 }
             }
         }
         let mut products = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-        for row in 0..ROWS {
-            let unit = _mm512_set1_ps(rows[row].unit);
-            for nth in 0..VECTORS {
-                products[row][nth] = _mm512_mul_ps(join_digits(sums[row][nth]), unit);
+        for ((products, sums), row) in products.iter_mut().zip(sums).zip(rows) {
+            let unit = _mm512_set1_ps(row.unit);
+            for (product, digits) in products.iter_mut().zip(sums) {
+                *product = _mm512_mul_ps(join_digits(digits), unit);
             }
         }
         products

@@ -10,9 +10,9 @@ use crate::{formats::flex::PackedRun, layout::PackedLayout};
 /// The query rows of a block of attention, and the memory of its products.
 pub(super) enum Coded {
     #[cfg(target_arch = "x86_64")]
-    Amx(amx::Coded),
+    Amx(Box<amx::Coded>),
     #[cfg(target_arch = "x86_64")]
-    Vnni(vnni::Coded),
+    Vnni(Box<vnni::Coded>),
 }
 
 #[cfg_attr(
@@ -42,15 +42,17 @@ impl Coded {
                 return None;
             }
             // SAFETY: the processor has the instructions. A thread computes one block at a time.
-            return Some(unsafe {
+            Some(unsafe {
                 match amx {
-                    true => Self::Amx(amx::Coded::new(query, head_dim, scale)),
-                    false => Self::Vnni(vnni::Coded::new(query, head_dim, scale)),
+                    true => Self::Amx(Box::new(amx::Coded::new(query, head_dim, scale))),
+                    false => Self::Vnni(Box::new(vnni::Coded::new(query, head_dim, scale))),
                 }
-            });
+            })
         }
         #[cfg(not(target_arch = "x86_64"))]
-        None
+        {
+            None
+        }
     }
 
     /// Returns whether tokens of this layout can be multiplied.
