@@ -10,13 +10,14 @@ use super::{mapped::Mapped, packed::reads_mapped, weights::Weights};
 use crate::{
     error::{Error, Result},
     mxfp4::{self, BLOCK},
-    nn::{ExpertStack, Linear, Matrix},
+    nn::{ExpertStack, ExpertStacks, Linear, Matrix},
 };
 
+/// The rows of one projection of an expert.
 pub(crate) struct ExpertRows {
     numbers: Numbers,
-    bias: Vec<f32>,
-    columns: usize,
+    bias: Option<Vec<f32>>,
+    shape: [usize; 2],
 }
 
 enum Numbers {
@@ -42,7 +43,7 @@ impl ExpertRows {
     /// Puts even rows first, then odd ones.
     pub(crate) fn split(self) -> Self {
         let numbers = match self.numbers {
-            Numbers::Floats(values) => Numbers::Floats(even_then_odd(&values, self.columns)),
+            Numbers::Floats(values) => Numbers::Floats(even_then_odd(&values, self.shape[1])),
             Numbers::Packed(parts) => {
                 let split = |Part { format, rows, bytes }| {
                     let bytes = even_then_odd(&bytes, bytes.len() / rows);
@@ -51,7 +52,7 @@ impl ExpertRows {
                 Numbers::Packed(parts.into_iter().map(split).collect())
             }
         };
-        Self { numbers, bias: even_then_odd(&self.bias, 1), ..self }
+        Self { numbers, bias: self.bias.map(|bias| even_then_odd(&bias, 1)), ..self }
     }
 
     /// Appends the rows of `other`; `None` if one is packed and the other is not.
@@ -61,7 +62,10 @@ impl ExpertRows {
             (Numbers::Packed(parts), Numbers::Packed(more)) => parts.extend(more),
             _ => return None,
         }
-        self.bias.extend(other.bias);
+        if let (Some(bias), Some(more)) = (&mut self.bias, other.bias) {
+            bias.extend(more);
+        }
+        self.shape[0] += other.shape[0];
         Some(self)
     }
 }
@@ -91,9 +95,10 @@ impl Weights {
         self.gguf.is_some()
     }
 
-    /// Takes the matrices `[rows, columns]` and biases `[rows]` of experts to the host. `shape` is
-    /// `[experts, rows, columns]`. GGUF files have matrices of this layout. Hugging Face files have
-    /// transposed floats, or MXFP4 blocks (`NAME_blocks`, `NAME_scales`) that are not transposed.
+    /// Takes the matrices `[rows, columns]` of experts to the host, and with `bias` their biases
+    /// `[rows]`. `shape` is `[experts, rows, columns]`. GGUF files have matrices of this layout.
+    /// Hugging Face files have transposed floats, or MXFP4 blocks (`NAME_blocks`, `NAME_scales`)
+    /// that are not transposed.
     ///
     /// # Errors
     /// Fails as [`linear`](Self::linear) does.
@@ -101,11 +106,12 @@ impl Weights {
         &mut self,
         name: &str,
         shape @ [n, rows, columns]: [usize; 3],
+        bias: bool,
     ) -> Result<Vec<ExpertRows>> {
         if self.is_outline() {
-            return self.list_experts(name, shape).map(|()| vec![]);
+            return self.list_experts(name, shape, bias).map(|()| vec![]);
         }
-        let (weight, bias) = match self.is_gguf() {
+        let (weight, of_biases) = match self.is_gguf() {
             true => (format!("{name}.weight"), format!("{name}.bias")),
             false => (name.to_string(), format!("{name}_bias")),
         };
@@ -119,10 +125,31 @@ impl Weights {
             }
         };
         let mut biases = vec![];
-        self.read(&bias, &[n, rows], &mut biases)?;
-        let biases = biases.chunks_exact(rows).map(<[f32]>::to_vec);
-        let joined = weights.into_iter().zip(biases);
-        Ok(joined.map(|(numbers, bias)| ExpertRows { numbers, bias, columns }).collect())
+        if bias {
+            self.read(&of_biases, &[n, rows], &mut biases)?;
+        }
+        let mut biases = biases.chunks_exact(rows).map(<[f32]>::to_vec);
+        let expert = |numbers| ExpertRows { numbers, bias: biases.next(), shape: [rows, columns] };
+        Ok(weights.into_iter().map(expert).collect())
+    }
+
+    /// Takes two [projections](Self::experts) of experts, the rows of one after those of the other.
+    ///
+    /// # Errors
+    /// Fails as [`experts`](Self::experts) does, and if only one of them is packed.
+    pub(crate) fn joined_experts(
+        &mut self,
+        [first, second]: [&str; 2],
+        shape: [usize; 3],
+        bias: bool,
+    ) -> Result<Vec<ExpertRows>> {
+        let rows = self.experts(first, shape, bias)?;
+        let more = self.experts(second, shape, bias)?;
+        let join = |(rows, more): (ExpertRows, ExpertRows)| {
+            let why = || format!("has another format than the rows of {first}");
+            rows.then(more).ok_or_else(|| self.flawed(second, why()))
+        };
+        rows.into_iter().zip(more).map(join).collect()
     }
 
     fn float_experts(
@@ -219,7 +246,7 @@ impl Weights {
     ///
     /// # Errors
     /// Fails if the device does not multiply packed weights.
-    pub(crate) fn linears_of(
+    fn linears_of(
         &mut self,
         experts: Vec<ExpertRows>,
     ) -> Result<(Vec<Linear>, Option<ExpertStack>)> {
@@ -228,6 +255,23 @@ impl Weights {
         }
         let linears = experts.into_iter().map(|rows| self.linear_of(rows));
         Ok((linears.collect::<Result<_>>()?, None))
+    }
+
+    /// Returns the [projections](Self::linears_of) of experts that are gated MLPs: for each, gate
+    /// and up rows, then the output projection.
+    ///
+    /// # Errors
+    /// Fails if the device does not multiply packed weights.
+    pub(crate) fn gated_experts(
+        &mut self,
+        gate_up: Vec<ExpertRows>,
+        down: Vec<ExpertRows>,
+    ) -> Result<(Vec<[Linear; 2]>, Option<ExpertStacks>)> {
+        let (gate_up, gate_up_stack) = self.linears_of(gate_up)?;
+        let (down, down_stack) = self.linears_of(down)?;
+        let experts = gate_up.into_iter().zip(down).map(<[Linear; 2]>::from).collect();
+        let stacks = gate_up_stack.zip(down_stack);
+        Ok((experts, stacks.map(|(gate_up, down)| ExpertStacks { gate_up, down })))
     }
 
     /// Puts each part of the rows of all experts into one buffer. Returns `None` if the experts are
@@ -251,7 +295,7 @@ impl Weights {
             if most.is_some_and(|most| bytes.iter().map(|b| b.len() as u64).sum::<u64>() > most) {
                 return Ok(None);
             }
-            let shape = [rows, experts[0].columns];
+            let shape = [rows, experts[0].shape[1]];
             match PackedExperts::from_bytes(&bytes, format, shape, &self.device) {
                 // The padding between experts can exceed the buffer.
                 Err(kv_weights::Error::Unsupported { .. }) => return Ok(None),
@@ -271,17 +315,18 @@ impl Weights {
         for part in &parts {
             self.kept.add(part.layout(), part.len());
         }
-        let biases: Vec<f32> = experts.iter().flat_map(|rows| rows.bias.clone()).collect();
-        let shape = [experts.len(), biases.len() / experts.len()];
-        let biases = Tensor::from_data(TensorData::new(biases, shape), (&self.device, DType::F32));
+        let biases: Option<Vec<_>> = experts.iter().map(|rows| rows.bias.clone()).collect();
+        let biases = biases.map(|biases| {
+            let biases = TensorData::new(biases.concat(), [experts.len(), experts[0].shape[0]]);
+            Tensor::from_data(biases, (&self.device, DType::F32))
+        });
         let linear = |(number, rows): (usize, ExpertRows)| {
             let alone = parts.iter().map(|part| part.expert(number)).collect::<Result<_, _>>()?;
-            let bias = TensorData::new(rows.bias, [shape[1]]).convert_dtype(self.dtype);
-            let bias = Some(self.param(bias));
+            let bias = self.bias_of(rows.bias);
             Ok(Linear { weight: Matrix::packed(alone, activations)?, bias })
         };
         let linears = experts.into_iter().enumerate().map(linear).collect::<Result<_>>()?;
-        Ok((linears, ExpertStack::new(parts, biases, activations)))
+        Ok((linears, ExpertStack::new(parts, biases, activations, self.device.clone())))
     }
 
     /// Returns the projection of one expert, packed or as floats of the model's type.
@@ -289,22 +334,28 @@ impl Weights {
     /// # Errors
     /// Fails if the device does not multiply packed weights.
     fn linear_of(&mut self, rows: ExpertRows) -> Result<Linear> {
-        let ExpertRows { numbers, bias, columns } = rows;
-        let n_rows = bias.len();
+        let ExpertRows { numbers, bias, shape } = rows;
         let weight = match numbers {
             Numbers::Packed(parts) => {
                 let pack =
-                    |Part { format, rows, bytes }| self.pack_bytes(bytes, format, [rows, columns]);
+                    |Part { format, rows, bytes }| self.pack_bytes(bytes, format, [rows, shape[1]]);
                 let parts = parts.into_iter().map(pack).collect::<Result<Vec<_>>>()?;
                 Matrix::packed(parts.concat(), self.packed.unwrap_or_default())?
             }
             Numbers::Floats(values) => {
-                let data = TensorData::new(values, [n_rows, columns]).convert_dtype(self.dtype);
+                let data = TensorData::new(values, shape).convert_dtype(self.dtype);
                 self.param::<2>(data).into()
             }
         };
-        let bias = self.param(TensorData::new(bias, [n_rows]).convert_dtype(self.dtype));
-        Ok(Linear { weight, bias: Some(bias) })
+        Ok(Linear { weight, bias: self.bias_of(bias) })
+    }
+
+    fn bias_of(&mut self, bias: Option<Vec<f32>>) -> Option<Param<Tensor<1>>> {
+        let bias = bias.map(|bias| {
+            let len = bias.len();
+            TensorData::new(bias, [len]).convert_dtype(self.dtype)
+        });
+        bias.map(|bias| self.param(bias))
     }
 
     /// Takes a vector.

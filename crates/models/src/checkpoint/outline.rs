@@ -93,6 +93,7 @@ impl Weights {
         &mut self,
         name: &str,
         [n, rows, columns]: [usize; 3],
+        bias: bool,
     ) -> Result<()> {
         if self.outline.as_ref().is_some_and(|outline| outline.mxfp4) {
             let blocks = [n, rows, columns / BLOCK];
@@ -101,6 +102,9 @@ impl Weights {
         } else {
             self.list_floats(name, &[n, columns, rows])?;
         }
-        self.list_floats(&format!("{name}_bias"), &[n, rows])
+        match bias {
+            true => self.list_floats(&format!("{name}_bias"), &[n, rows]),
+            false => Ok(()),
+        }
     }
 }

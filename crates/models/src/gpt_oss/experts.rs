@@ -2,14 +2,14 @@
 
 use burn::{
     module::Module,
-    tensor::{Int, Tensor, activation},
+    tensor::{Tensor, activation},
 };
 
 use super::config::{ALPHA, Config};
 use crate::{
     checkpoint::{ExpertRows, Exports, RowOrder, Weights},
     error::Result,
-    nn::{ExpertStack, Linear, Routed},
+    nn::{ExpertStacks, Linear, Routed},
 };
 
 /// The experts of a layer, and the router that selects some for every token.
@@ -26,16 +26,7 @@ pub struct Experts {
     pub limit: f64,
     /// The projections of all experts, if they are packed on a GPU.
     #[module(skip)]
-    pub stacks: Option<Stacks>,
-}
-
-/// The projections of all experts of a layer, as one matrix each.
-#[derive(Clone, Debug)]
-pub struct Stacks {
-    /// The projections [`Expert::gate_up`].
-    pub gate_up: ExpertStack,
-    /// The projections [`Expert::down`].
-    pub down: ExpertStack,
+    pub stacks: Option<ExpertStacks>,
 }
 
 /// A gated MLP, `down((clamp(up(x)) + 1) * g * sigmoid(1.702 g))` with `g = clamp(gate(x))`.
@@ -62,10 +53,6 @@ fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
     (up + 1.0) * gate
 }
 
-/// The most tokens for which each selection reads its expert separately. With more tokens, several
-/// share the rows of an expert.
-const FEW: usize = 8;
-
 impl Experts {
     /// Applies the experts that the router selects for each token.
     ///
@@ -84,12 +71,13 @@ impl Experts {
         let scores = self.router.forward(x.clone()).reshape([n, self.experts.len()]);
         let (_, picked) = scores.clone().detach().topk_with_indices(self.per_token, 1);
         let weights = activation::softmax(scores.gather(1, picked.clone()), 1);
-        let output = match self.stacks_for(&x).filter(|_| on_device || n <= FEW) {
-            Some(stacks) => self.stacked(stacks, x, &picked, weights),
+        let (routed, n_experts) = (Routed { picked, weights }, self.experts.len());
+        let projections = || self.experts.iter().flat_map(|expert| [&expert.gate_up, &expert.down]);
+        let stacks = self.stacks.as_ref();
+        let output = match stacks.filter(|stacks| stacks.serve(&x, on_device, projections())) {
+            Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, self.limit)),
             None => {
-                let (routed, n_experts) = (Routed { picked, weights }, self.experts.len());
-                let expert = |i: usize, x| self.experts[i].forward(x, self.limit);
-                routed.sum(x, n_experts, on_device, expert)
+                routed.sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x, self.limit))
             }
         };
         output.reshape([batch, seq, hidden])
@@ -98,29 +86,6 @@ impl Experts {
     /// Returns whether a graph replay multiplies only with the selected experts.
     pub(super) fn picks_on_device(&self) -> bool {
         self.stacks.is_some()
-    }
-
-    /// Returns the stacks if they match the experts and are on the device of `x`.
-    fn stacks_for(&self, x: &Tensor<3>) -> Option<&Stacks> {
-        let unchanged = |expert: &Expert| {
-            expert.gate_up.weight.is_only_packed() && expert.down.weight.is_only_packed()
-        };
-        let stacks = self.stacks.as_ref().filter(|stacks| stacks.down.device() == x.device())?;
-        self.experts.iter().all(unchanged).then_some(stacks)
-    }
-
-    /// Applies the selected experts from their stacks. `x` is `[1, n, hidden]`; `picked` and
-    /// `weights` are `[n, per_token]`.
-    fn stacked(
-        &self,
-        stacks: &Stacks,
-        x: Tensor<3>,
-        picked: &Tensor<2, Int>,
-        weights: Tensor<2>,
-    ) -> Tensor<3> {
-        let gate_up = stacks.gate_up.project(x.swap_dims(0, 1), picked);
-        let y = stacks.down.project(gated(gate_up, self.limit), picked); // [n, per_token, hidden]
-        (y * weights.unsqueeze_dim::<3>(2)).sum_dim(1)
     }
 }
 
@@ -138,28 +103,21 @@ impl Experts {
         let name = |part: &str| format!("{layer}.experts.{part}");
         let gate_up = if weights.is_gguf() {
             let [gate, up] = ["gate_proj", "up_proj"].map(name);
-            let gate = weights.experts(&gate, [n_experts, width, hidden_size])?;
-            let up = weights.experts(&up, [n_experts, width, hidden_size])?;
-            let join = |(gate, up): (ExpertRows, ExpertRows)| {
-                let why = || "has another format than the rows of the gate".to_string();
-                gate.then(up).ok_or_else(|| weights.flawed(&name("up_proj"), why()))
-            };
-            gate.into_iter().zip(up).map(join).collect::<Result<Vec<_>>>()?
+            weights.joined_experts([&gate, &up], [n_experts, width, hidden_size], true)?
         } else {
-            let all =
-                weights.experts(&name("gate_up_proj"), [n_experts, 2 * width, hidden_size])?;
+            let shape = [n_experts, 2 * width, hidden_size];
+            let all = weights.experts(&name("gate_up_proj"), shape, true)?;
             all.into_iter().map(ExpertRows::split).collect()
         };
-        let (gate_up, gate_up_stack) = weights.linears_of(gate_up)?;
-        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width])?;
-        let (down, down_stack) = weights.linears_of(down)?;
-        let expert = |(gate_up, down)| Expert { gate_up, down };
+        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width], true)?;
+        let (experts, stacks) = weights.gated_experts(gate_up, down)?;
+        let expert = |[gate_up, down]: [Linear; 2]| Expert { gate_up, down };
         Ok(Self {
             router,
-            experts: gate_up.into_iter().zip(down).map(expert).collect(),
+            experts: experts.into_iter().map(expert).collect(),
             per_token: config.experts_per_token,
             limit: config.swiglu_limit,
-            stacks: gate_up_stack.zip(down_stack).map(|(gate_up, down)| Stacks { gate_up, down }),
+            stacks,
         })
     }
 

@@ -7,5 +7,5 @@ mod model;
 mod names;
 
 pub use config::Config;
-pub use experts::{Expert, Experts, Stacks};
+pub use experts::{Expert, Experts};
 pub use model::{GptOss, Layer};

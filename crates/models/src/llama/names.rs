@@ -24,7 +24,8 @@ pub(crate) fn fused(config: &Config, is_fused: impl Fn(&str) -> bool) -> [Parts;
     ]
 }
 
-pub(super) const GGUF: GgufNames = GgufNames {
+/// The names of Llama, Mistral, Qwen and SmolLM3, and of experts that replace the MLP.
+pub(crate) const GGUF: GgufNames = GgufNames {
     inner: &[
         ("attn_norm", "input_layernorm"),
         ("attn_qkv", "self_attn.qkv_proj"),
@@ -38,6 +39,10 @@ pub(super) const GGUF: GgufNames = GgufNames {
         ("ffn_gate", "mlp.gate_proj"),
         ("ffn_up", "mlp.up_proj"),
         ("ffn_down", "mlp.down_proj"),
+        ("ffn_gate_inp", "mlp.gate"),
+        ("ffn_gate_exps", "mlp.experts.gate_proj"),
+        ("ffn_up_exps", "mlp.experts.up_proj"),
+        ("ffn_down_exps", "mlp.experts.down_proj"),
     ],
     ..LLAMA_GGUF
 };

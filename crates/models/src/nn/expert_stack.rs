@@ -3,6 +3,8 @@
 use burn::tensor::{Device, Int, Tensor};
 use kv_weights::{Activations, PackedExperts, project_picked};
 
+use super::{linear::Linear, routed::Routed};
+
 /// One projection of all experts of a layer, packed on a GPU. The experts are selected on the
 /// device, so that a step does not wait for the selection.
 #[derive(Clone, Debug)]
@@ -10,25 +12,23 @@ pub struct ExpertStack {
     /// Rows of every expert; all parts have one width.
     parts: Vec<PackedExperts>,
     /// `[n_experts, rows of all parts]`.
-    biases: Tensor<2>,
+    biases: Option<Tensor<2>>,
     activations: Activations,
+    device: Device,
 }
 
 impl ExpertStack {
     pub(crate) fn new(
         parts: Vec<PackedExperts>,
-        biases: Tensor<2>,
+        biases: Option<Tensor<2>>,
         activations: Activations,
+        device: Device,
     ) -> Self {
-        Self { parts, biases, activations }
+        Self { parts, biases, activations, device }
     }
 
-    /// Returns the device of the weights.
-    pub fn device(&self) -> Device {
-        self.biases.device()
-    }
-
-    /// Returns products with the experts selected for each token, plus their biases.
+    /// Returns products with the experts selected for each token, plus their biases, if there are
+    /// any.
     ///
     /// # Shapes
     /// - x: `[n, 1, columns]`, the same for all experts of a token, or `[n, per_token, columns]`
@@ -47,8 +47,54 @@ impl ExpertStack {
             1 => products.into_iter().next().expect("there is one"),
             _ => Tensor::cat(products, 2),
         };
-        let biases = self.biases.clone().select(0, picked.clone().flatten(0, 1));
+        let Some(biases) = self.biases.clone() else { return products };
         let shape = products.dims();
-        products + biases.reshape(shape)
+        products + biases.select(0, picked.clone().flatten(0, 1)).reshape(shape)
+    }
+}
+
+/// The projections of all experts of a layer, as one matrix each.
+#[derive(Clone, Debug)]
+pub struct ExpertStacks {
+    /// The rows of gate and up projections.
+    pub gate_up: ExpertStack,
+    /// The output projections.
+    pub down: ExpertStack,
+}
+
+/// The most tokens for which each selection reads its expert separately. With more tokens, several
+/// share the rows of an expert.
+const FEW: usize = 8;
+
+impl ExpertStacks {
+    /// Returns whether the experts selected for `x`, `[1, n, hidden]`, are to be computed from the
+    /// stacks: there are few tokens or the host must not read the selection (`on_device`), `x` is
+    /// on the device of the stacks, and the experts' `projections` are as they were loaded.
+    pub fn serve<'a>(
+        &self,
+        x: &Tensor<3>,
+        on_device: bool,
+        projections: impl IntoIterator<Item = &'a Linear>,
+    ) -> bool {
+        (on_device || x.dims()[1] <= FEW)
+            && self.down.device == x.device()
+            && projections.into_iter().all(|linear| linear.weight.is_only_packed())
+    }
+
+    /// Returns the weighted sum of the outputs of the selected experts. `gate` applies the gate:
+    /// `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
+    ///
+    /// # Shapes
+    /// - x: `[1, n, hidden]`
+    /// - output: `[n, 1, hidden]`
+    pub fn sum(
+        &self,
+        x: Tensor<3>,
+        Routed { picked, weights }: Routed,
+        gate: impl FnOnce(Tensor<3>) -> Tensor<3>,
+    ) -> Tensor<3> {
+        let gate_up = self.gate_up.project(x.swap_dims(0, 1), &picked);
+        let y = self.down.project(gate(gate_up), &picked); // [n, per_token, hidden]
+        (y * weights.unsqueeze_dim::<3>(2)).sum_dim(1)
     }
 }

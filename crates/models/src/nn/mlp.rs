@@ -62,13 +62,16 @@ impl GatedMlp {
         if let Some(gated) = self.gate_up.forward_gated(&x, self.gating) {
             return gated;
         }
-        let gate_up = self.gate_up.forward(x); // [batch, seq, 2 * intermediate]
-        let _span = trace_span!(target: OPERATION, "gate").entered();
-        in_f32(gate_up, |gate_up| {
-            kv_weights::gated(gate_up, self.gating)
-                .unwrap_or_else(|error| panic!("a gate: {error}"))
-        })
+        gated(self.gate_up.forward(x), self.gating)
     }
+}
+
+/// Applies a gate, `[_, _, 2 * intermediate]` to `[_, _, intermediate]`.
+pub fn gated(gate_up: Tensor<3>, gating: Gating) -> Tensor<3> {
+    let _span = trace_span!(target: OPERATION, "gate").entered();
+    in_f32(gate_up, |gate_up| {
+        kv_weights::gated(gate_up, gating).unwrap_or_else(|error| panic!("a gate: {error}"))
+    })
 }
 
 /// Computes `f(x)` in f32 and rounds it to the type of x.

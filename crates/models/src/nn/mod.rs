@@ -21,11 +21,11 @@ mod rows;
 
 pub(crate) use attention::SparsePlace;
 pub use attention::{AttentionObserver, AttentionTrace, KvTrace, Memory, SparseStates, TraceKind};
-pub use expert_stack::ExpertStack;
+pub use expert_stack::{ExpertStack, ExpertStacks};
 pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;
 pub(crate) use matrix::{PACKED, PackedSize};
-pub use mlp::{GatedMlp, Gating, in_f32};
+pub use mlp::{GatedMlp, Gating, gated, in_f32};
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
 pub use project::project;
 pub use rope::{Rope, RopeRows, RopeScaling};

@@ -46,7 +46,7 @@ struct Raw {
 
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] = &["qwen3_moe"];
-    const GGUF: &'static [(&'static str, GgufNames)] = &[];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("qwen3moe", llama::GGUF)];
 
     fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
@@ -68,9 +68,18 @@ impl DecoderConfig for Config {
         })
     }
 
-    fn read_gguf(metadata: &Metadata<'_>, _: &mut Weights) -> Result<Self> {
-        let why = format!("{}: architecture qwen3moe", metadata.path().display());
-        Err(Error::unsupported("Qwen3-MoE in GGUF files", why))
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        let base = llama::Config::read_gguf(metadata, weights)?;
+        let router = |i: &usize| weights.contains(&format!("layers.{i}.mlp.gate.weight"));
+        Ok(Self {
+            dense_layers: (0..base.n_layers).filter(|i| !router(i)).collect(),
+            n_experts: metadata.size("expert_count")?,
+            experts_per_token: metadata.size("expert_used_count")?,
+            expert_size: metadata.size("expert_feed_forward_length")?,
+            // Files of llama.cpp do not say so, but the published models are.
+            normalized: true,
+            base,
+        })
     }
 
     fn check(&self, path: &Path) -> Result<()> {

@@ -9,7 +9,7 @@ use super::Config;
 use crate::{
     decoder::Role,
     error::Result,
-    nn::{GatedMlp, Gating, Linear, Routed},
+    nn::{ExpertStacks, GatedMlp, Gating, Linear, Routed, gated},
     stack::{LayerSource, LayerVisitor},
 };
 
@@ -24,12 +24,19 @@ pub struct Experts {
     pub per_token: usize,
     /// True if the probabilities of the selected experts are divided by their sum.
     pub normalized: bool,
+    /// The projections of all experts, if they are packed on a GPU.
+    #[module(skip)]
+    pub stacks: Option<ExpertStacks>,
 }
 
 impl Experts {
     /// Applies the experts that the router selects for each token, weighted by their
-    /// probabilities. Graph capture cannot wait for the host: with `on_device`, all experts compute
-    /// all tokens, and experts that were not selected get weight 0.
+    /// probabilities.
+    ///
+    /// For few tokens, a GPU with packed weights selects the experts itself. Otherwise the host
+    /// reads the selection, so that each expert computes only its own tokens. Graph capture cannot
+    /// wait for the host: with `on_device` and weights that are not packed, all experts compute all
+    /// tokens, and experts that were not selected get weight 0.
     ///
     /// # Shapes
     /// - x: `[batch, seq, hidden]`
@@ -47,25 +54,42 @@ impl Experts {
             weights = weights.clone() / weights.sum_dim(1);
         }
         let routed = Routed { picked, weights: weights.cast(dtype) };
-        let expert = |i: usize, x| self.experts[i].forward(x);
-        routed.sum(x, n_experts, on_device, expert).reshape([batch, seq, hidden])
+        let projections = || self.experts.iter().flat_map(|expert| [&expert.gate_up, &expert.down]);
+        let stacks = self.stacks.as_ref();
+        let output = match stacks.filter(|stacks| stacks.serve(&x, on_device, projections())) {
+            Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, Gating::Silu)),
+            None => routed.sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x)),
+        };
+        output.reshape([batch, seq, hidden])
     }
 
     pub(super) fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
-        let (width, wide) = (config.base.hidden_size, config.expert_size);
-        let expert = |i| {
-            let [gate, up, down] = names(i);
-            Ok(GatedMlp {
-                gate_up: source.fused(&[(&gate, wide), (&up, wide)], width, false)?,
-                down: source.residual(&down, [width, wide], false)?,
-                gating: Gating::Silu,
-            })
+        let (n, width, wide) = (config.n_experts, config.base.hidden_size, config.expert_size);
+        let router = source.linear(ROUTER, [n, width], false)?;
+        let [gate, up, down] = PARTS.map(|part| source.name(&format!("{EXPERTS}.{part}")));
+        let (experts, stacks) = match source.gguf() {
+            Some(weights) => {
+                let gate_up = weights.joined_experts([&gate, &up], [n, wide, width], false)?;
+                let down = weights.experts(&down, [n, width, wide], false)?;
+                weights.gated_experts(gate_up, down)?
+            }
+            None => {
+                let expert = |i| {
+                    let [gate, up, down] = names(i);
+                    let gate_up = source.fused(&[(&gate, wide), (&up, wide)], width, false)?;
+                    Ok([gate_up, source.residual(&down, [width, wide], false)?])
+                };
+                ((0..n).map(expert).collect::<Result<_>>()?, None)
+            }
         };
+        let expert =
+            |[gate_up, down]: [Linear; 2]| GatedMlp { gate_up, down, gating: Gating::Silu };
         Ok(Self {
-            experts: (0..config.n_experts).map(expert).collect::<Result<_>>()?,
-            router: source.linear(ROUTER, [config.n_experts, width], false)?,
+            router,
+            experts: experts.into_iter().map(expert).collect(),
             per_token: config.experts_per_token,
             normalized: config.normalized,
+            stacks,
         })
     }
 
@@ -80,7 +104,10 @@ impl Experts {
 }
 
 const ROUTER: &str = "mlp.gate";
+const EXPERTS: &str = "mlp.experts";
+const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
+/// Returns the names of an expert's projections in Hugging Face files.
 fn names(expert: usize) -> [String; 3] {
-    ["gate_proj", "up_proj", "down_proj"].map(|part| format!("mlp.experts.{expert}.{part}"))
+    PARTS.map(|part| format!("{EXPERTS}.{expert}.{part}"))
 }

@@ -103,10 +103,11 @@ impl DecoderLayer for Layer {
         [&mut self.qkv, &mut self.output].into_iter().chain(mlps).collect()
     }
 
-    /// Returns whether the layer has no experts: a step for graph capture multiplies with all
-    /// experts, because the host cannot read which ones the router selected.
+    /// Returns whether there are no experts, or they are packed on a GPU. Elsewhere a step for
+    /// graph capture multiplies with all experts, because the host cannot read which ones the
+    /// router selected.
     fn captures(&self) -> bool {
-        self.experts.is_none()
+        self.experts.as_ref().is_none_or(|experts| experts.stacks.is_some())
     }
 
     fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {

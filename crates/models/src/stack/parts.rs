@@ -59,6 +59,14 @@ impl<'a> LayerSource<'a> {
         }
     }
 
+    /// Returns the checkpoint if it is a GGUF file.
+    pub(crate) fn gguf(&mut self) -> Option<&mut Weights> {
+        match &mut self.origin {
+            Origin::Checkpoint(weights) if weights.is_gguf() => Some(weights),
+            _ => None,
+        }
+    }
+
     /// Returns the checkpoint.
     ///
     /// # Errors

@@ -178,7 +178,7 @@ fn incomplete_blocks_of_16_bits_are_restored_with_a_note() {
 /// with one whose matrices take one.
 fn several_buffers_match_one(device: &Device, most: f32) {
     let scratch = tempfile::tempdir().unwrap();
-    for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
+    for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny", "qwen3_moe-tiny"] {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         // A row of 64 numbers takes 36 bytes, and the embedding has 256 rows.

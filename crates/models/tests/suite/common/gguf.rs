@@ -1,6 +1,10 @@
 //! Writes GGUF files for tests (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>).
 
-use std::{collections::HashMap, fs, path::Path};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    path::Path,
+};
 
 use serde_json::Value as Json;
 
@@ -103,6 +107,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         "mistral" => "llama",
         "gemma3_text" => "gemma3",
         "gpt_oss" => "gpt-oss",
+        "qwen3_moe" => "qwen3moe",
         other => other,
     };
     let int = |key: &str| config[key].as_u64().map(|n| n as u32);
@@ -136,10 +141,13 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         put("rope.freq_base_swa", float(theta("sliding_attention")));
         put("attention.sliding_window_pattern", Some(Value::U32(4)));
     }
-    if arch == "gpt-oss" {
+    if int("num_experts_per_tok").is_some() {
         put("expert_count", u32(int("num_local_experts")));
         put("expert_used_count", u32(int("num_experts_per_tok")));
-        put("expert_feed_forward_length", u32(int("intermediate_size")));
+        let width = int("moe_intermediate_size").or(int("intermediate_size"));
+        put("expert_feed_forward_length", u32(width));
+    }
+    if arch == "gpt-oss" {
         put("rope.scaling.type", Some(Value::String("yarn".into())));
         put("rope.scaling.factor", float(&rope["factor"]));
         let original = rope["original_max_position_embeddings"].as_u64().unwrap();
@@ -160,7 +168,22 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     }
 
     let mut tensors = vec![];
+    let mut stacks: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
+        if let Some((layer, expert)) = name.split_once("mlp.experts.")
+            && arch == "qwen3moe"
+        {
+            // GGUF files have one tensor for the matrices of all experts.
+            let (number, part) = expert.split_once('.').unwrap();
+            let number: usize = number.parse().unwrap();
+            let part = part.replace("_proj", "_exps");
+            let layer = gguf_name(arch, layer);
+            let stack = stacks.entry(format!("{layer}ffn_{part}")).or_default();
+            stack.0 = shape;
+            stack.1.resize(stack.1.len().max((number + 1) * values.len()), f32::NAN);
+            stack.1[number * values.len()..][..values.len()].copy_from_slice(&values);
+            continue;
+        }
         if name.contains("mlp.experts") {
             tensors.extend(expert_tensors(&name, &shape, &values, dtype));
             continue;
@@ -195,6 +218,12 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         let fits = matches!(shape[..], [_, columns] if columns.is_multiple_of(dtype.block_size()));
         let dtype = if fits { dtype } else { GgmlType::F32 };
         tensors.push(GgufTensor::new(gguf, &shape, &values, dtype));
+    }
+    for (name, (matrix, values)) in stacks {
+        let experts = values.len() / matrix.iter().product::<usize>();
+        let fits = matrix[1].is_multiple_of(dtype.block_size());
+        let dtype = if fits { dtype } else { GgmlType::F32 };
+        tensors.push(GgufTensor::new(name, &[&[experts], &matrix[..]].concat(), &values, dtype));
     }
     let mut vectors = factors;
     if rope["rope_type"] == "llama3" {
@@ -383,6 +412,7 @@ fn gguf_name(arch: &str, name: &str) -> String {
         ("self_attn.o_proj", "attn_output"),
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.gate.", "ffn_gate_inp."),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
         ("attn.c_attn", "attn_qkv"),

@@ -22,7 +22,7 @@ use serde_json::Value as Json;
 pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 11] = [
+pub(crate) const TINY: [&str; 12] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -34,6 +34,7 @@ pub(crate) const TINY: [&str; 11] = [
     "smollm3-tiny",
     "gemma3-tiny",
     "gpt-oss-tiny",
+    "qwen3_moe-tiny",
 ];
 
 /// Returns the folder of a tiny checkpoint.
