@@ -17,6 +17,7 @@ use crate::{
 pub(crate) struct ExpertRows {
     numbers: Numbers,
     bias: Option<Vec<f32>>,
+    /// `[rows, columns]`.
     shape: [usize; 2],
 }
 
@@ -55,15 +56,17 @@ impl ExpertRows {
         Self { numbers, bias: self.bias.map(|bias| even_then_odd(&bias, 1)), ..self }
     }
 
-    /// Appends the rows of `other`; `None` if one is packed and the other is not.
-    pub(crate) fn then(mut self, other: Self) -> Option<Self> {
+    /// Appends the rows of `other`; `None` if only one of both is packed, or has a bias.
+    fn then(mut self, other: Self) -> Option<Self> {
         match (&mut self.numbers, other.numbers) {
             (Numbers::Floats(values), Numbers::Floats(more)) => values.extend(more),
             (Numbers::Packed(parts), Numbers::Packed(more)) => parts.extend(more),
             _ => return None,
         }
-        if let (Some(bias), Some(more)) = (&mut self.bias, other.bias) {
-            bias.extend(more);
+        match (&mut self.bias, other.bias) {
+            (Some(bias), Some(more)) => bias.extend(more),
+            (None, None) => {}
+            _ => return None,
         }
         self.shape[0] += other.shape[0];
         Some(self)
@@ -111,7 +114,7 @@ impl Weights {
         if self.is_outline() {
             return self.list_experts(name, shape, bias).map(|()| vec![]);
         }
-        let (weight, of_biases) = match self.is_gguf() {
+        let (weight, bias_name) = match self.is_gguf() {
             true => (format!("{name}.weight"), format!("{name}.bias")),
             false => (name.to_string(), format!("{name}_bias")),
         };
@@ -126,7 +129,7 @@ impl Weights {
         };
         let mut biases = vec![];
         if bias {
-            self.read(&of_biases, &[n, rows], &mut biases)?;
+            self.read(&bias_name, &[n, rows], &mut biases)?;
         }
         let mut biases = biases.chunks_exact(rows).map(<[f32]>::to_vec);
         let expert = |numbers| ExpertRows { numbers, bias: biases.next(), shape: [rows, columns] };
@@ -258,16 +261,21 @@ impl Weights {
     }
 
     /// Returns the [projections](Self::linears_of) of experts that are gated MLPs: for each, gate
-    /// and up rows, then the output projection.
+    /// and up rows, then the output projection `down`, which is [taken](Self::experts) when the
+    /// others are on the device.
     ///
     /// # Errors
-    /// Fails if the device does not multiply packed weights.
+    /// Fails as [`experts`](Self::experts) does, and if the device does not multiply packed
+    /// weights.
     pub(crate) fn gated_experts(
         &mut self,
         gate_up: Vec<ExpertRows>,
-        down: Vec<ExpertRows>,
+        down: &str,
+        shape: [usize; 3],
+        bias: bool,
     ) -> Result<(Vec<[Linear; 2]>, Option<ExpertStacks>)> {
         let (gate_up, gate_up_stack) = self.linears_of(gate_up)?;
+        let down = self.experts(down, shape, bias)?;
         let (down, down_stack) = self.linears_of(down)?;
         let experts = gate_up.into_iter().zip(down).map(<[Linear; 2]>::from).collect();
         let stacks = gate_up_stack.zip(down_stack);

@@ -74,12 +74,12 @@ impl Experts {
         let (routed, n_experts) = (Routed { picked, weights }, self.experts.len());
         let projections = || self.experts.iter().flat_map(|expert| [&expert.gate_up, &expert.down]);
         let stacks = self.stacks.as_ref();
-        let output = match stacks.filter(|stacks| stacks.serve(&x, on_device, projections())) {
-            Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, self.limit)),
-            None => {
-                routed.sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x, self.limit))
-            }
-        };
+        let output =
+            match stacks.filter(|stacks| stacks.can_compute(&x, on_device, projections())) {
+                Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, self.limit)),
+                None => routed
+                    .sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x, self.limit)),
+            };
         output.reshape([batch, seq, hidden])
     }
 
@@ -109,8 +109,8 @@ impl Experts {
             let all = weights.experts(&name("gate_up_proj"), shape, true)?;
             all.into_iter().map(ExpertRows::split).collect()
         };
-        let down = weights.experts(&name("down_proj"), [n_experts, hidden_size, width], true)?;
-        let (experts, stacks) = weights.gated_experts(gate_up, down)?;
+        let shape = [n_experts, hidden_size, width];
+        let (experts, stacks) = weights.gated_experts(gate_up, &name("down_proj"), shape, true)?;
         let expert = |[gate_up, down]: [Linear; 2]| Expert { gate_up, down };
         Ok(Self {
             router,

@@ -67,10 +67,11 @@ pub struct ExpertStacks {
 const FEW: usize = 8;
 
 impl ExpertStacks {
-    /// Returns whether the experts selected for `x`, `[1, n, hidden]`, are to be computed from the
+    /// Returns whether the experts selected for `x`, `[1, n, hidden]`, should be computed from the
     /// stacks: there are few tokens or the host must not read the selection (`on_device`), `x` is
-    /// on the device of the stacks, and the experts' `projections` are as they were loaded.
-    pub fn serve<'a>(
+    /// on the device of the stacks and needs no gradient, and the experts' `projections` are as
+    /// they were loaded.
+    pub fn can_compute<'a>(
         &self,
         x: &Tensor<3>,
         on_device: bool,
@@ -78,6 +79,7 @@ impl ExpertStacks {
     ) -> bool {
         (on_device || x.dims()[1] <= FEW)
             && self.down.device == x.device()
+            && !x.is_autodiff()
             && projections.into_iter().all(|linear| linear.weight.is_only_packed())
     }
 

@@ -70,13 +70,17 @@ impl DecoderConfig for Config {
 
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let base = llama::Config::read_gguf(metadata, weights)?;
-        let router = |i: &usize| weights.contains(&format!("layers.{i}.mlp.gate.weight"));
+        let is_dense = |i: &usize| {
+            let names = ["gate", "experts.gate_proj"].map(|part| format!("layers.{i}.mlp.{part}"));
+            !names.iter().any(|name| weights.contains(&format!("{name}.weight")))
+        };
         Ok(Self {
-            dense_layers: (0..base.n_layers).filter(|i| !router(i)).collect(),
+            dense_layers: (0..base.n_layers).filter(is_dense).collect(),
             n_experts: metadata.size("expert_count")?,
             experts_per_token: metadata.size("expert_used_count")?,
             expert_size: metadata.size("expert_feed_forward_length")?,
-            // Files of llama.cpp do not say so, but the published models are.
+            // GGUF files do not contain this. It is true in the published models, and llama.cpp
+            // always divides.
             normalized: true,
             base,
         })

@@ -56,7 +56,8 @@ impl Experts {
         let routed = Routed { picked, weights: weights.cast(dtype) };
         let projections = || self.experts.iter().flat_map(|expert| [&expert.gate_up, &expert.down]);
         let stacks = self.stacks.as_ref();
-        let output = match stacks.filter(|stacks| stacks.serve(&x, on_device, projections())) {
+        let output = match stacks.filter(|stacks| stacks.can_compute(&x, on_device, projections()))
+        {
             Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, Gating::Silu)),
             None => routed.sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x)),
         };
@@ -70,8 +71,7 @@ impl Experts {
         let (experts, stacks) = match source.gguf() {
             Some(weights) => {
                 let gate_up = weights.joined_experts([&gate, &up], [n, wide, width], false)?;
-                let down = weights.experts(&down, [n, width, wide], false)?;
-                weights.gated_experts(gate_up, down)?
+                weights.gated_experts(gate_up, &down, [n, width, wide], false)?
             }
             None => {
                 let expert = |i| {

@@ -303,7 +303,10 @@ fn experts_are_picked_on_a_gpu() {
     let wgpu = On::<Wgpu>::open().unwrap();
     let folder = fixture("mxfp4");
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
-    for path in [folder.clone(), folder.join("model.gguf")] {
+    let scratch = tempfile::tempdir().unwrap();
+    let without_biases = scratch.path().join("model.gguf");
+    write_gguf(&tiny("qwen3_moe-tiny"), &without_biases, GgmlType::Q4_0, &[]);
+    for path in [folder.clone(), folder.join("model.gguf"), without_biases] {
         let [on_cpu, on_gpu] =
             [&device(), &*wgpu].map(|device| load_with(&path, device, options).unwrap().model);
         assert_eq!(on_gpu.weight_bytes(), on_cpu.weight_bytes());
