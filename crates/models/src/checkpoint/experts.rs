@@ -136,7 +136,7 @@ impl Weights {
         Ok(weights.into_iter().map(expert).collect())
     }
 
-    /// Takes two [projections](Self::experts) of experts, the rows of one after those of the other.
+    /// Takes two [projections](Self::experts) of experts, and joins the rows of each expert.
     ///
     /// # Errors
     /// Fails as [`experts`](Self::experts) does, and if only one of them is packed.

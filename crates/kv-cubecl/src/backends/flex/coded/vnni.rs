@@ -1,5 +1,5 @@
 //! [`Coded`](super::Coded) with VNNI, for signed bytes with a scale for each token. It multiplies
-//! each f32 as three digits, which are off by at most 2^-23 of the largest f32 of its row.
+//! each f32 as three digits, which are off by at most 2^-22.9 of the largest f32 of its row.
 
 use crate::{
     formats::flex::PackedRun,
@@ -69,7 +69,7 @@ impl Coded {
     }
 
     /// Calls `visit` with each part of a run: its first token, counted from the run's start, its
-    /// length, the words of its codes, `width` for each token, and those of the next part.
+    /// length, the words of its codes, `width` for each token, and the words of the next part.
     fn visit(
         &mut self,
         PackedRun { words, place, tokens, .. }: &PackedRun<'_>,
