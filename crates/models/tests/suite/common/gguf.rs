@@ -1,14 +1,14 @@
 //! Writes GGUF files for tests (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>).
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fs,
-    path::Path,
-};
+use std::{collections::HashMap, fs, path::Path};
 
 use serde_json::Value as Json;
 
-use super::{GgmlType, fixture, read_tensors, tiny};
+use super::{
+    GgmlType, fixture,
+    gguf_experts::{Stacks, expert_tensors},
+    read_tensors, tiny,
+};
 
 /// A metadata value.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ pub(crate) struct GgufTensor {
 }
 
 impl GgufTensor {
-    fn new(name: String, shape: &[usize], values: &[f32], kind: GgmlType) -> Self {
+    pub(super) fn new(name: String, shape: &[usize], values: &[f32], kind: GgmlType) -> Self {
         assert_eq!(values.len(), shape.iter().product::<usize>(), "{name}");
         Self { name, shape: shape.to_vec(), kind, data: kind.quantize(values) }
     }
@@ -168,20 +168,10 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     }
 
     let mut tensors = vec![];
-    let mut stacks: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
+    let mut stacks = Stacks::default();
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
-        if let Some((layer, expert)) = name.split_once("mlp.experts.")
-            && arch == "qwen3moe"
-        {
-            // GGUF files have one tensor for the matrices of all experts.
-            let (number, part) = expert.split_once('.').unwrap();
-            let number: usize = number.parse().unwrap();
-            let part = part.replace("_proj", "_exps");
-            let layer = gguf_name(arch, layer);
-            let stack = stacks.entry(format!("{layer}ffn_{part}")).or_default();
-            stack.0 = shape;
-            stack.1.resize(stack.1.len().max((number + 1) * values.len()), f32::NAN);
-            stack.1[number * values.len()..][..values.len()].copy_from_slice(&values);
+        if arch == "qwen3moe" && name.contains("mlp.experts.") {
+            stacks.add(&name, shape, &values);
             continue;
         }
         if name.contains("mlp.experts") {
@@ -219,12 +209,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         let dtype = if fits { dtype } else { GgmlType::F32 };
         tensors.push(GgufTensor::new(gguf, &shape, &values, dtype));
     }
-    for (name, (matrix, values)) in stacks {
-        let experts = values.len() / matrix.iter().product::<usize>();
-        let fits = matrix[1].is_multiple_of(dtype.block_size());
-        let dtype = if fits { dtype } else { GgmlType::F32 };
-        tensors.push(GgufTensor::new(name, &[&[experts], &matrix[..]].concat(), &values, dtype));
-    }
+    tensors.extend(stacks.tensors(dtype));
     let mut vectors = factors;
     if rope["rope_type"] == "llama3" {
         vectors.push(("rope_freqs.weight".into(), llama3_divisors(&config)));
@@ -236,7 +221,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
 }
 
 /// Transposes a matrix with rows of `columns`.
-fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+pub(super) fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
 }
 
@@ -284,36 +269,6 @@ pub(crate) fn write_gguf_file(
     out.resize(out.len().next_multiple_of(ALIGNMENT), 0);
     fs::write(file, out).unwrap();
     starts
-}
-
-/// gpt-oss alternates gate and up rows of its experts in one transposed tensor. GGUF files have two
-/// tensors.
-fn expert_tensors(name: &str, shape: &[usize], values: &[f32], dtype: GgmlType) -> Vec<GgufTensor> {
-    let is_bias = name.ends_with("_bias");
-    // [experts, columns, rows] -> [experts, rows, columns]; a bias is one column.
-    let (experts, rows) = (shape[0], *shape.last().unwrap());
-    let columns = if is_bias { 1 } else { shape[1] };
-    let values: Vec<f32> =
-        values.chunks(columns * rows).flat_map(|expert| transposed(expert, rows)).collect();
-    let tensor = |name: String, rows: usize, values: &[f32]| {
-        let (shape, dtype) = match is_bias {
-            true => (vec![experts, rows], GgmlType::F32),
-            false => (vec![experts, rows, columns], dtype),
-        };
-        GgufTensor::new(name, &shape, values, dtype)
-    };
-    let gguf = gguf_name("gpt-oss", name);
-    if !gguf.contains("gate_up_proj") {
-        return vec![tensor(gguf, rows, &values)];
-    }
-    let (layer, _) = gguf.split_once(".mlp").unwrap();
-    let suffix = if is_bias { "bias" } else { "weight" };
-    let parts = ["gate", "up"].into_iter().enumerate().map(|(i, part)| {
-        let rows_of_part = values.chunks(columns).skip(i).step_by(2);
-        let values: Vec<f32> = rows_of_part.flatten().copied().collect();
-        tensor(format!("{layer}.ffn_{part}_exps.{suffix}"), rows / 2, &values)
-    });
-    parts.collect()
 }
 
 /// Maps a byte to a printable character as GPT-2 does.
@@ -379,7 +334,7 @@ pub(crate) fn bos_vocabulary(more: &[(&str, Value)]) -> Vec<(String, Value)> {
     metadata
 }
 
-fn gguf_name(arch: &str, name: &str) -> String {
+pub(super) fn gguf_name(arch: &str, name: &str) -> String {
     let mut name = name.replace("model.layers.", "blk.").replace("transformer.h.", "blk.");
     if arch == "gpt-oss" {
         name = name

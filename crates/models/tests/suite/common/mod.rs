@@ -4,6 +4,7 @@ pub(crate) mod deepseek;
 pub(crate) mod deepseek_f64;
 mod ggml;
 mod gguf;
+mod gguf_experts;
 pub(crate) mod minifloat;
 pub(crate) mod saved;
 
