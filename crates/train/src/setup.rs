@@ -4,7 +4,7 @@ use burn::{
     module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup},
     tensor::{Device, Tensor},
 };
-use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig};
+use kv_models::{LanguageModel, Role, Roles, kv_cubecl::KvCacheConfig, nn::init::seeded};
 
 use crate::{Error, Prepared, QatConfig, Result, TrainConfig, Trainable, prepare, qat::check_f32};
 
@@ -34,8 +34,6 @@ pub(crate) fn set_up(
 ) -> Result<Setup> {
     check_f32(&model)?;
     check_adapter(&model, config)?;
-    // The weights of new adapters are random.
-    device.seed(config.seed);
     let teacher = config.objective.needs_teacher().then(|| model.clone().valid());
     let mut autodiff = device.clone().autodiff();
     if config.gradient_checkpointing {
@@ -45,8 +43,9 @@ pub(crate) fn set_up(
         model = model.map(&mut Recreate(&autodiff));
     }
     let float = || QatConfig::new(KvCacheConfig::float());
-    let prepared =
-        prepare(choose(model, config, &autodiff)?, config.qat.clone().unwrap_or_else(float))?;
+    // The weights of new adapters are random.
+    let model = seeded(&autodiff, config.seed, || choose(model, config, &autodiff))?;
+    let prepared = prepare(model, config.qat.clone().unwrap_or_else(float))?;
     Ok(Setup { prepared, teacher, autodiff })
 }
 

@@ -1,5 +1,7 @@
 //! Random weights for training.
 
+use std::sync::{Mutex, PoisonError};
+
 use burn::{
     module::Param,
     nn::Initializer,
@@ -7,6 +9,18 @@ use burn::{
 };
 
 use super::{linear::Linear, matrix::Matrix};
+
+/// Seeds the random generator of `device` and runs `draw`, which draws from it. Calls in several
+/// threads wait for each other.
+///
+/// A backend has one generator in each process. Threads that seed it or draw from it at the same
+/// time, other than by this function, change what is drawn.
+pub fn seeded<T>(device: &Device, seed: u64, draw: impl FnOnce() -> T) -> T {
+    static DRAWING: Mutex<()> = Mutex::new(());
+    let _drawing = DRAWING.lock().unwrap_or_else(PoisonError::into_inner);
+    device.seed(seed);
+    draw()
+}
 
 /// Returns a projection with random weights and zero biases.
 pub fn linear(shape: [usize; 2], gain: f64, bias: bool, device: &Device) -> Linear {

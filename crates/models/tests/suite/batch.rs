@@ -118,14 +118,15 @@ fn batched_sequences_equal_single_ones_on_flex() {
     }
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn batched_sequences_equal_single_ones_on_wgpu() {
-    let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(batches);
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn batches<T: Target>(gpu: &On<T>) {
     for name in ["gpt2-tiny", "llama-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
         batched_sequences_equal_single_ones(
-            &device,
-            &load(tiny(name), &device).unwrap().model,
+            gpu,
+            &load(tiny(name), gpu).unwrap().model,
             &CACHES,
             name,
         );

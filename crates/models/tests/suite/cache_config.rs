@@ -1,6 +1,6 @@
 //! Caches that differ by layer, observers of attention, and models with random weights.
 
-use std::{fs, sync::Mutex};
+use std::fs;
 
 use burn::tensor::{Int, Tensor, TensorData, activation};
 use kv_models::{
@@ -8,7 +8,7 @@ use kv_models::{
     kv_cubecl::{FakeQuantOptions, KvCacheConfig, KvFormat, streaming_attention},
     llama::{Config, Llama},
     load,
-    nn::RopeScaling,
+    nn::{RopeScaling, init::seeded},
 };
 use serde_json::{Value as Json, json};
 
@@ -229,9 +229,6 @@ fn small() -> Config {
     Config { vocab_size: 300, intermediate_size: 160, n_layers: 3, max_positions: 128, ..base }
 }
 
-/// All threads share one seed, so tests that draw weights run one at a time.
-static SEED: Mutex<()> = Mutex::new(());
-
 /// Returns the cross entropy of some ids.
 fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
     let ids = |start: i32| {
@@ -246,11 +243,10 @@ fn loss(model: &LanguageModel, device: &burn::tensor::Device) -> Tensor<1> {
 
 #[test]
 fn a_model_from_scratch_has_the_loss_of_random_logits() {
-    let _turn = SEED.lock().unwrap();
     let device = device();
     for tied_head in [true, false] {
-        device.seed(7);
-        let model = Llama::init(Config { tied_head, ..small() }, &device);
+        let draw = || Llama::init(Config { tied_head, ..small() }, &device);
+        let model = seeded(&device, 7, draw);
         let std = |t: Tensor<2>| t.powf_scalar(2.0).mean().sqrt().into_scalar::<f32>();
         let layer = &model.layers[1];
         // With thousands of draws, the deviation is within 3% of 1 / sqrt(d_input), with gain 1 /
@@ -271,8 +267,7 @@ fn a_model_from_scratch_has_the_loss_of_random_logits() {
         let first = loss(&model, &device).into_scalar::<f32>();
         // Random logits of variance 1 have a loss 0.5 nats above that of uniform logits.
         assert!((first - 300f32.ln() - 0.5).abs() < 0.2, "loss {first}");
-        device.seed(7);
-        let again = LanguageModel::new(Llama::init(Config { tied_head, ..small() }, &device));
+        let again = LanguageModel::new(seeded(&device, 7, draw));
         assert_eq!(loss(&again, &device).into_scalar::<f32>(), first, "the seed decides");
     }
 }
@@ -280,10 +275,9 @@ fn a_model_from_scratch_has_the_loss_of_random_logits() {
 #[cfg(feature = "autodiff")]
 #[test]
 fn every_weight_from_scratch_has_a_gradient() {
-    let _turn = SEED.lock().unwrap();
     let device = device().autodiff();
     let config = Config { tied_head: false, qkv_bias: true, ..small() };
-    let model = LanguageModel::new(Llama::init(config, &device));
+    let model = LanguageModel::new(seeded(&device, 8, || Llama::init(config, &device)));
     let grads = loss(&model, &device).backward();
     let model = model.downcast::<Llama>().unwrap();
     let mut weights = vec![model.embedding.weight.val()];

@@ -14,7 +14,7 @@ use kv_models::{
     kv_cubecl::{AttentionOptions, KvCacheConfig},
     llama::Llama,
     load,
-    nn::{Embedding, Linear, Matrix},
+    nn::{Embedding, Linear, Matrix, init::seeded},
     register,
 };
 use serde_json::{Map, Value};
@@ -103,8 +103,7 @@ const NAMES: Names = Names {
 #[test]
 fn layers_may_differ() {
     let device = device();
-    device.seed(3);
-    let model = LanguageModel::from(Toy::new(&device));
+    let model = LanguageModel::from(seeded(&device, 3, || Toy::new(&device)));
     let config: KvCacheConfig = "k2v2-g16-r16".parse().unwrap();
     let mut cache = model.new_cache(config.with_capacity(96), 1, &device).unwrap();
     let ids = Tensor::<1, Int>::arange(0..80, &device).remainder_scalar(40).unsqueeze::<2>();

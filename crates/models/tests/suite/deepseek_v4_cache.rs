@@ -2,6 +2,8 @@
 //! tokens are divided into calls, and after a cache was saved, cut back, forked or captured.
 
 use burn::tensor::{Int, Tensor};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use kv_models::kv_cubecl::{On, Target};
 use kv_models::{
     AttentionTrace, Checkpoints, DecodeGraph, Error, ModelCache, PromptCache, SavedAs, SavedCache,
     ids_to_tensor, kv_cubecl::KvCacheConfig, kv_sampling::Draw,
@@ -391,23 +393,21 @@ fn observers_receive_the_outputs_of_a_cache() {
     }
 }
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(golden_logits);
+
 /// Whole sequences, the last tokens one by one, a random partition into calls, and `KV_PARTITIONS`
 /// random partitions of prefixes.
-#[cfg(feature = "wgpu")]
-#[test]
-fn golden_logits_on_wgpu() {
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn golden_logits<T: Target>(device: &On<T>) {
     use crate::common::expected;
-    use kv_models::{
-        kv_cubecl::{On, Wgpu},
-        load,
-    };
+    use kv_models::load;
 
-    let device = On::<Wgpu>::open().unwrap();
     let rng = &mut Xoshiro256PlusPlus::seed_from_u64(3);
     let prefixes = std::env::var("KV_PARTITIONS").map_or(0, |n| n.parse().expect("a number"));
     for folder in golden() {
-        let expected = expected(&folder, &device);
-        let model = load(&folder, &device).unwrap().model;
+        let expected = expected(&folder, device);
+        let model = load(&folder, device).unwrap().model;
         let largest = expected.logits.clone().abs().max().into_scalar::<f32>();
         let check = |logits: Tensor<3>, first: usize, what: &str| {
             let wanted = expected.logits.clone().narrow(1, first, logits.dims()[1]);
@@ -424,7 +424,7 @@ fn golden_logits_on_wgpu() {
             partition(rng, tokens)
         });
         for sizes in [one_by_one, whole].into_iter().chain(random) {
-            let mut cache = model.new_cache(config("float", seq), batch, &device).unwrap();
+            let mut cache = model.new_cache(config("float", seq), batch, device).unwrap();
             for size in &sizes {
                 let first = cache.len();
                 let ids = expected.ids.clone().narrow(1, first, *size);

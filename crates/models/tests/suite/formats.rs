@@ -11,7 +11,9 @@ use kv_models::{
     LanguageModel, LayerSpec, SaveOptions, Tokenizer,
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
-    load, save,
+    load,
+    nn::init::seeded,
+    save,
 };
 use safetensors::{Dtype, tensor::TensorView};
 
@@ -237,8 +239,7 @@ fn blocks_of_256_change_the_logits_less_than_a_missing_layer() {
         rotary_dim: 64,
         ..small()
     };
-    device.seed(5);
-    let model = LanguageModel::new(Llama::init(config, &device));
+    let model = LanguageModel::new(seeded(&device, 5, || Llama::init(config, &device)));
     let ids = expected(&tiny("llama-tiny"), &device).ids;
     let logits = model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
     let folder = tempfile::tempdir().unwrap();

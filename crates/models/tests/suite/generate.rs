@@ -186,14 +186,19 @@ fn captured_steps<T: Target>(device: &On<T>, models: &[&str]) {
     }
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn a_captured_text_is_the_same() {
-    let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
-    let model = load(tiny("gpt2-tiny"), &device).unwrap().model;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(
+    a_captured_text_is_the_same,
+    logits_that_are_not_finite,
+    some_captured_steps,
+);
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn a_captured_text_is_the_same<T: Target>(device: &On<T>) {
+    let model = load(tiny("gpt2-tiny"), device).unwrap().model;
     let config: KvCacheConfig = "k4v4-g16-r16".parse().unwrap();
     let texts = [false, true].map(|captured| {
-        let mut cache = model.new_cache(config.with_capacity(60), 1, &device).unwrap();
+        let mut cache = model.new_cache(config.with_capacity(60), 1, device).unwrap();
         let sampling = Sampling { temperature: 1.5, top_p: 0.95, seed: 3, ..Sampling::GREEDY };
         let options = GenerateOptions {
             max_tokens: 80,
@@ -201,7 +206,7 @@ fn a_captured_text_is_the_same() {
             graph_capture: Some(captured),
             ..Default::default()
         };
-        let out = generate(&model, &mut cache, &[5, 6, 7], &options, &device, |_| true).unwrap();
+        let out = generate(&model, &mut cache, &[5, 6, 7], &options, device, |_| true).unwrap();
         assert_eq!((out.stop, cache.len(), cache.remaining()), (Stop::Capacity, 60, 0));
         out.ids
     });
@@ -228,12 +233,6 @@ fn logits_that_are_not_finite_on_flex() {
     logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Flex>::open().unwrap());
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn logits_that_are_not_finite_on_wgpu() {
-    logits_that_are_not_finite(&On::<kv_models::kv_cubecl::Wgpu>::open().unwrap());
-}
-
 /// Allows for another summation order of f32 in a few layers.
 #[track_caller]
 fn close(got: &[f32], want: &[f32]) {
@@ -249,11 +248,9 @@ fn captured_steps_on_flex() {
     captured_steps(&On::<kv_models::kv_cubecl::Flex>::open().unwrap(), &TINY);
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn captured_steps_on_wgpu() {
-    let device = On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
-    captured_steps(&device, &["gpt2-tiny", "llama-tiny"]);
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn some_captured_steps<T: Target>(device: &On<T>) {
+    captured_steps(device, &["gpt2-tiny", "llama-tiny"]);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use std::{fs, path::Path};
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use kv_models::kv_cubecl::{On, Target};
 use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
 use safetensors::SafeTensors;
 use serde_json::json;
@@ -39,12 +41,13 @@ fn check_on(device: &Device, path: &Path, folder: &Path, tolerance: f32) {
     assert!(worst <= tolerance, "{} token by token: {worst} > {tolerance}", path.display());
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn golden_logits_on_wgpu() {
-    let device = kv_models::kv_cubecl::On::<kv_models::kv_cubecl::Wgpu>::open().unwrap();
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(golden_logits);
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn golden_logits<T: Target>(gpu: &On<T>) {
     for folder in golden() {
-        check_on(&device, &folder, &folder, TOLERANCE);
+        check_on(gpu, &folder, &folder, TOLERANCE);
     }
 }
 

@@ -6,6 +6,8 @@ use burn::{
     module::Module,
     tensor::{Device, Int, Tensor},
 };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use kv_models::kv_cubecl::{On, Target};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::KvCacheConfig,
@@ -209,11 +211,16 @@ fn a_large_matrix_is_divided() {
     several_buffers_match_one(&device(), 1e-6);
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn a_large_matrix_is_divided_on_wgpu() {
-    use kv_models::kv_cubecl::{On, Wgpu};
-    several_buffers_match_one(&On::<Wgpu>::open().unwrap(), 1e-5);
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(
+    a_large_matrix_is_divided_too,
+    packed_models_match_the_cpu,
+    experts_are_picked_on_a_gpu,
+);
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn a_large_matrix_is_divided_too<T: Target>(gpu: &On<T>) {
+    several_buffers_match_one(gpu, 1e-5);
 }
 
 #[test]
@@ -252,11 +259,8 @@ fn scales_that_are_not_finite_are_named() {
 }
 
 /// Every family, every block type and experts, in parallel and in decode.
-#[cfg(feature = "wgpu")]
-#[test]
-fn packed_models_on_wgpu_match_the_cpu() {
-    use kv_models::kv_cubecl::{On, Wgpu};
-    let wgpu = On::<Wgpu>::open().unwrap();
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn packed_models_match_the_cpu<T: Target>(gpu: &On<T>) {
     let scratch = tempfile::tempdir().unwrap();
     let written = TINY.iter().map(|name| {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
@@ -270,7 +274,7 @@ fn packed_models_on_wgpu_match_the_cpu() {
     for file in files {
         let name = file.display();
         let options = LoadOptions::default().with_packed(Some(Activations::Exact));
-        let (restored, packed) = (read(&file, None).model, load_with(&file, &wgpu, options));
+        let (restored, packed) = (read(&file, None).model, load_with(&file, gpu, options));
         let packed = packed.unwrap().model;
         assert!(packed.is_packed(), "{name}");
         let ids = |device: &Device| {
@@ -279,11 +283,11 @@ fn packed_models_on_wgpu_match_the_cpu() {
         };
         let config = KvCacheConfig::float().with_capacity(24);
         let expected = restored.forward(ids(&device()), config).unwrap();
-        let parallel = packed.forward(ids(&wgpu), config).unwrap().to_device(&device());
+        let parallel = packed.forward(ids(gpu), config).unwrap().to_device(&device());
         let close = difference(&parallel, &expected);
         assert!(close < 1e-3, "{name}: {close}");
-        let mut cache = packed.new_cache(config, 1, &wgpu).unwrap();
-        let step = |t| packed.step(ids(&wgpu).narrow(1, t, 1), &mut cache).unwrap();
+        let mut cache = packed.new_cache(config, 1, gpu).unwrap();
+        let step = |t| packed.step(ids(gpu).narrow(1, t, 1), &mut cache).unwrap();
         let streamed = Tensor::cat((0..4).map(step).collect(), 1).to_device(&device());
         let close = difference(&streamed, &expected.narrow(1, 0, 4));
         assert!(close < 1e-3, "{name} token by token: {close}");
@@ -292,15 +296,9 @@ fn packed_models_on_wgpu_match_the_cpu() {
 
 /// A GPU multiplies with the experts that it selected itself, in a launched step and in a graph
 /// replay, and computes the same as the CPU.
-#[cfg(feature = "wgpu")]
-#[test]
-fn experts_are_picked_on_a_gpu() {
-    use kv_models::{
-        DecodeGraph,
-        kv_cubecl::{On, Wgpu},
-        kv_sampling::Draw,
-    };
-    let wgpu = On::<Wgpu>::open().unwrap();
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn experts_are_picked_on_a_gpu<T: Target>(gpu: &On<T>) {
+    use kv_models::{DecodeGraph, kv_sampling::Draw};
     let folder = fixture("mxfp4");
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let scratch = tempfile::tempdir().unwrap();
@@ -308,17 +306,16 @@ fn experts_are_picked_on_a_gpu() {
     write_gguf(&tiny("qwen3_moe-tiny"), &without_biases, GgmlType::Q4_0, &[]);
     for path in [folder.clone(), folder.join("model.gguf"), without_biases] {
         let [on_cpu, on_gpu] =
-            [&device(), &*wgpu].map(|device| load_with(&path, device, options).unwrap().model);
+            [&device(), &**gpu].map(|device| load_with(&path, device, options).unwrap().model);
         assert_eq!(on_gpu.weight_bytes(), on_cpu.weight_bytes());
         assert_eq!(on_gpu.n_weights(), on_cpu.n_weights());
         assert!(on_gpu.decoder().captures() && !on_cpu.decoder().captures());
         let config = KvCacheConfig::float().with_capacity(20);
         let [mut expected, mut launched, mut replayed] =
-            [(&on_cpu, &device()), (&on_gpu, &*wgpu), (&on_gpu, &*wgpu)]
+            [(&on_cpu, &device()), (&on_gpu, &**gpu), (&on_gpu, &**gpu)]
                 .map(|(model, device)| model.new_cache(config, 1, device).unwrap());
         let none = Default::default();
-        let mut graph =
-            DecodeGraph::new(&on_gpu, &mut replayed, &none, Draw::GREEDY, &wgpu).unwrap();
+        let mut graph = DecodeGraph::new(&on_gpu, &mut replayed, &none, Draw::GREEDY, gpu).unwrap();
         assert!(graph.is_captured());
         for id in [3u32, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] {
             let step = |model: &LanguageModel, cache: &mut _, device: &Device| {
@@ -332,7 +329,7 @@ fn experts_are_picked_on_a_gpu() {
                 Tensor::<2>::from_data(burn::tensor::TensorData::new(data, shape), &device())
                     .unsqueeze::<3>()
             };
-            let launched = host(step(&on_gpu, &mut launched, &wgpu));
+            let launched = host(step(&on_gpu, &mut launched, gpu));
             let replayed = host(graph.step(&[id]).unwrap().clone());
             for (got, how) in [(launched, "launched"), (replayed, "replayed")] {
                 let close = difference(&got, &want.clone().unsqueeze());

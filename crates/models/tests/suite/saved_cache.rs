@@ -1,10 +1,11 @@
 //! Saved caches continue bit for bit. Other models, caches and texts are refused.
-#![allow(clippy::print_stderr, reason = "a skipped test prints the reason")]
 
-#[cfg(feature = "wgpu")]
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use std::fs;
 
 use burn::tensor::Device;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use kv_models::kv_cubecl::{On, Target};
 use kv_models::{
     LoadOptions, ModelCache, SavedCache, WeightDtype, ids_to_tensor, kv_weights::Activations, load,
     load_with,
@@ -87,41 +88,27 @@ fn restored_caches_continue_at_every_length() {
     });
 }
 
-#[cfg(feature = "wgpu")]
-#[test]
-fn restored_caches_continue_on_a_gpu() {
-    let Some(on) = gpu() else { return };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+crate::common::stamp_gpus!(restored_caches_continue_on_a_gpu, caches_move_between_devices);
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn restored_caches_continue_on_a_gpu<T: Target>(gpu: &On<T>) {
     // A software driver compiles the kernels of each cache slowly.
     let caches = ["float", "k4v2-g16-r16-s3-after"];
-    continues_bit_for_bit(&on, &["llama-tiny", "gemma3-tiny"], &caches, |seed| vec![3 + seed, 41]);
-}
-
-#[cfg(feature = "wgpu")]
-fn gpu() -> Option<kv_models::kv_cubecl::On<kv_models::kv_cubecl::Wgpu>> {
-    use kv_models::kv_cubecl::{On, Wgpu};
-    match On::<Wgpu>::open() {
-        Ok(on) => Some(on),
-        Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some() => {
-            eprintln!("SKIPPED: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
+    continues_bit_for_bit(gpu, &["llama-tiny", "gemma3-tiny"], &caches, |seed| vec![3 + seed, 41]);
 }
 
 /// A cache saved on one device is saved byte for byte by another, and continues there with the same
 /// numbers except for rounding.
-#[cfg(feature = "wgpu")]
-#[test]
-fn caches_move_between_devices() {
-    let Some(gpu) = gpu() else { return };
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn caches_move_between_devices<T: Target>(gpu: &On<T>) {
     let cpu = device();
     let scratch = tempfile::tempdir().unwrap();
     let [there, back] = ["there", "back"].map(|name| scratch.path().join(name));
     let text = text(60, 9);
     for name in ["llama-tiny", "gemma3-tiny"] {
         for cache_name in ["float", "k4v2-g16-r16-s3-after"] {
-            for [from, to] in [[&cpu, &*gpu], [&*gpu, &cpu]] {
+            for [from, to] in [[&cpu, &**gpu], [&**gpu, &cpu]] {
                 let [here, other] = [from, to].map(|on| load(tiny(name), on).unwrap().model);
                 let config = config(cache_name, 60);
                 let mut cache = here.new_cache(config, 1, from).unwrap();

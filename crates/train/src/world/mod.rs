@@ -16,7 +16,7 @@ use burn::{module::Module, tensor::Device};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
 use kv_cubecl::{On, Target};
 use kv_eval::world::World;
-use kv_models::Roles;
+use kv_models::{Roles, nn::init::seeded};
 use kv_world::{Codec, Frame, Maze, Wanderer};
 use kv_world_model::GameRft;
 
@@ -130,14 +130,16 @@ pub fn train_world<T: Target>(
     let checkpoints = Checkpoints::of(folder);
     let done = steps_made(&checkpoints, run.resume, config)?;
     let autodiff = (**device).clone().autodiff();
-    autodiff.seed(config.seed);
     let started_from = match (&run.from, run.resume) {
         (Some(from), Resume::No) => Some(start_from(from, config, &autodiff)?),
         _ => None,
     };
     let (model, codec) = match started_from {
         Some(World { model, codec, .. }) => (model, Some(codec)),
-        None => (GameRft::init(config.model(), &autodiff)?, None),
+        None => {
+            let model = || GameRft::init(config.model(), &autodiff);
+            (seeded(&autodiff, config.seed, model)?, None)
+        }
     };
     let _lock = lock.map_or_else(|| FolderLock::new(folder), Ok)?;
     let codec = match run.resume {

@@ -2,8 +2,6 @@
 //! with the converted model, which streams token by token through the cache.
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
-use std::sync::Mutex;
-
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::log_softmax};
 use kv_models::{
     AttentionTrace, KvTrace, LanguageModel, LayerSpec, LoadOptions, ModelCache, WeightDtype,
@@ -13,7 +11,7 @@ use kv_models::{
     },
     llama::{Config, Llama},
     load_with,
-    nn::{Matrix, RopeScaling},
+    nn::{Matrix, RopeScaling, init::seeded},
 };
 use kv_train::{QatConfig, prepare};
 
@@ -22,10 +20,6 @@ const VOCAB: usize = 97;
 
 /// Two layers of four query heads and `n_kv_heads` key and value heads of 64 channels.
 fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
-    // All tests of the process share one random generator.
-    static DRAWING: Mutex<()> = Mutex::new(());
-    let _drawing = DRAWING.lock().unwrap();
-    device.seed(11);
     let config = Config {
         vocab_size: VOCAB,
         hidden_size: 192,
@@ -45,7 +39,7 @@ fn model(n_kv_heads: usize, device: &Device) -> LanguageModel {
         layers_without_rope: Default::default(),
         qk_norms: false,
     };
-    let mut llama = Llama::init(config, device);
+    let mut llama = seeded(device, 11, || Llama::init(config, device));
     // As in a trained model, scores and logits differ by several nats, and each layer adds little
     // to the residual stream.
     let scale = |matrix: &mut Matrix, times: f32| {

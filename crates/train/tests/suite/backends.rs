@@ -1,8 +1,8 @@
 //! Training on another backend gives the same losses, up to rounding.
-#![cfg(all(feature = "flex", feature = "wgpu"))]
+#![cfg(all(feature = "flex", any(feature = "wgpu", feature = "cuda")))]
 #![allow(clippy::print_stdout, reason = "how close is seen with --nocapture")]
 
-use kv_models::kv_cubecl::{Autodiff, Flex, Target, Wgpu};
+use kv_models::kv_cubecl::{Autodiff, Flex, Target};
 use kv_train::{Objective, Schedule, TrainConfig};
 
 use crate::common::{World, config, qat};
@@ -26,22 +26,40 @@ fn losses<T: Target>() -> (Vec<f64>, [f64; 3]) {
     (history.train.iter().map(|record| record.loss).collect(), [last.nll, last.nll_float, last.kl])
 }
 
+#[cfg(feature = "wgpu")]
 #[test]
 fn ten_steps_on_wgpu_are_those_on_flex() {
-    let (flex, flex_valid) = losses::<Flex>();
-    let (wgpu, wgpu_valid) = losses::<Wgpu>();
-    let mut worst: f64 = 0.0;
-    for (step, (flex, wgpu)) in flex.iter().zip(&wgpu).enumerate() {
-        println!("step {step}: {flex:.6} {wgpu:.6}");
-        worst = worst.max((flex - wgpu).abs());
+    ten_steps_are_those_on_flex::<kv_models::kv_cubecl::Wgpu>();
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn ten_steps_on_cuda_are_those_on_flex() {
+    use kv_models::kv_cubecl::{Cuda, On};
+    match On::<Cuda>::open() {
+        Ok(_) => ten_steps_are_those_on_flex::<Cuda>(),
+        Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
+            println!("SKIPPED: {error}");
+        }
+        Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
     }
-    for (flex, wgpu) in flex_valid.iter().zip(&wgpu_valid) {
-        worst = worst.max((flex - wgpu).abs());
+}
+
+fn ten_steps_are_those_on_flex<T: Target>() {
+    let (flex, flex_valid) = losses::<Flex>();
+    let (gpu, gpu_valid) = losses::<T>();
+    let mut worst: f64 = 0.0;
+    for (step, (flex, gpu)) in flex.iter().zip(&gpu).enumerate() {
+        println!("step {step}: {flex:.6} {gpu:.6}");
+        worst = worst.max((flex - gpu).abs());
+    }
+    for (flex, gpu) in flex_valid.iter().zip(&gpu_valid) {
+        worst = worst.max((flex - gpu).abs());
     }
     println!("largest difference {worst:.1e}");
     assert_eq!(flex.len(), 10);
     assert!(flex[0] > 1e-3, "the quantizer is on: {flex:?}");
     // The backends sum in different orders; most of the difference comes from codes that round the
     // other way.
-    assert!(worst < 1e-3, "{flex:?} against {wgpu:?}, {flex_valid:?} against {wgpu_valid:?}");
+    assert!(worst < 1e-3, "{flex:?} against {gpu:?}, {flex_valid:?} against {gpu_valid:?}");
 }

@@ -11,11 +11,13 @@ use kv_models::{
     kv_cubecl::{Autodiff, Flex, KvCacheConfig},
     kv_weights::{Activations, GroupSize, WeightFormat},
     llama::Llama,
-    load_with, save_quantized,
+    load_with,
+    nn::init::seeded,
+    save_quantized,
 };
 use kv_train::{Adapter, Resume, Run, Texts, TrainConfig, Trainable, train};
 
-use crate::common::{World, fails, program, quantized, random, succeeds};
+use crate::common::{World, fails, program, quantized, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -94,16 +96,15 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
     let world = Cpu::new();
     let folder = quantize(&world, "int4");
     let device: &Device = &world.device;
-    let _stream = random();
     let mut packed = read(&folder, device, true);
     let plain = packed.clone().forward(ids(device), KvCacheConfig::float()).unwrap();
     let attention = |role: Role| role.is_attention();
-    assert_eq!(packed.adapt(RANK, ALPHA, device, attention), 4);
+    assert_eq!(seeded(device, 1, || packed.adapt(RANK, ALPHA, device, attention)), 4);
     // New adapters add nothing.
     let adapted = packed.clone().forward(ids(device), KvCacheConfig::float()).unwrap();
     assert_eq!(adapted.into_data(), plain.clone().into_data());
 
-    let packed = packed.map(&mut Randomize);
+    let packed = seeded(device, 2, || packed.map(&mut Randomize));
     let factors = params(&packed);
     assert_eq!(factors.len(), 8, "{:?}", factors.keys());
     let scale = ALPHA / RANK as f64;
@@ -124,7 +125,7 @@ fn adapters_compute_and_differentiate_as_dense_weights() {
     }
     let dense = LanguageModel::new(dense);
     let cache: KvCacheConfig = crate::common::K2V2.parse().unwrap();
-    let random = plain.random_like(Distribution::Default);
+    let random = seeded(device, 3, || plain.random_like(Distribution::Default));
     let (mut found, mut expected) = (None, None);
     for (model, kept) in [(&packed, &mut found), (&dense, &mut expected)] {
         let logits = model.forward(ids(device), cache).unwrap();
@@ -175,7 +176,6 @@ fn adapted() -> TrainConfig {
 fn packed_weights_stay_as_they_are_and_adapters_learn() {
     let world = Cpu::new();
     let folder = quantize(&world, "int4");
-    let _stream = random();
     let texts = Texts { train: world.tokens("text.txt"), valid: None };
     let run = |name: &str, config: &TrainConfig, resume: Resume| {
         let model = read(&folder, &world.device, true);

@@ -11,7 +11,7 @@ use std::{
 use kv_models::kv_cubecl::{Autodiff, Flex};
 use kv_train::{Adapter, Checkpoints, Error, History, Objective, Resume, TrainConfig};
 
-use crate::common::{Losses, World, fails, program, quantized, random, succeeds};
+use crate::common::{Losses, World, fails, program, quantized, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -73,7 +73,6 @@ fn every_kind_of_run_resumes_exactly() {
         ("adapters", TrainConfig { adapter, ..quantized() }),
         ("distilled", TrainConfig { objective, float_share: 0.25, ..quantized() }),
     ] {
-        let _stream = random();
         let trained = world.train(name, &config).unwrap();
         let (expected, model) = (Losses::of(&trained.history), trained.model.convert().model);
         let again = world.resume(name, &config, Resume::Step(8)).unwrap();

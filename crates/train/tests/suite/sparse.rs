@@ -8,11 +8,12 @@ use kv_models::{
     ConfigJson, LanguageModel,
     deepseek_v4::{DeepseekV4, Layer},
     kv_cubecl::{Autodiff, Flex},
+    nn::init::seeded,
 };
 use kv_train::{Error, History, Resume, Schedule, Texts, TrainConfig, Trainable};
 use serde_json::{Value, json};
 
-use crate::common::{VOCAB, World, config, fails, program, random, succeeds};
+use crate::common::{VOCAB, World, config, fails, program, succeeds};
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -54,10 +55,8 @@ fn architecture() -> Value {
 
 fn model(world: &Cpu) -> LanguageModel {
     let text = architecture().to_string();
-    let _stream = random();
-    world.device.seed(11);
     let config = ConfigJson { text: &text, path: "config.json".as_ref() };
-    kv_models::random(&config, &world.device).unwrap()
+    seeded(&world.device, 11, || kv_models::random(&config, &world.device)).unwrap()
 }
 
 /// Parameters of the layer with the indexer: of the indexer and of the rest.

@@ -15,7 +15,7 @@ use kv_train::{
     Adapter, Objective, QatConfig, Run, Schedule, Texts, TrainConfig, Trainable, train,
 };
 
-use crate::common::{Losses, World, config, qat, quantized, random, weights};
+use crate::common::{Losses, World, config, qat, quantized, weights};
 
 type Cpu = World<Autodiff<Flex>>;
 
@@ -55,7 +55,6 @@ fn equal_runs_give_equal_bits() {
     for (name, config) in
         [("weights", quantized()), ("adapters", TrainConfig { adapter, ..quantized() })]
     {
-        let _stream = random();
         let once = world.losses(name, &config);
         assert_eq!(once, world.losses(&format!("{name} again"), &config), "{name}");
     }
@@ -82,7 +81,6 @@ fn gradient_checkpointing_changes_nothing() {
         ("one by one", TrainConfig { batch: 1, objective: Objective::Distillation, ..quantized() }),
         ("adapted", TrainConfig { adapter, ..quantized() }),
     ] {
-        let _stream = random();
         let kept = world.losses(name, &config);
         let config = TrainConfig { gradient_checkpointing: true, ..config };
         assert_eq!(kept, world.losses(&format!("{name} recomputed"), &config), "{name}");
@@ -158,7 +156,6 @@ fn only_the_chosen_weights_change() {
         (Trainable::Qkv, adapter, layer(&["qkv.weight"])),
     ] {
         let what = format!("{trainable} {}", if adapter.is_some() { "adapted" } else { "" });
-        let _stream = random();
         let config = TrainConfig { trainable, adapter, steps: 4, ..quantized() };
         let trained = world.train(&what, &config).unwrap();
         assert_eq!(changed(&world.model, &trained.model.convert().model), expected, "{what}");

@@ -3,7 +3,7 @@ use std::{
     fs,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -43,12 +43,6 @@ fn device() -> On<Autodiff<Flex>> {
     On::open().unwrap()
 }
 
-/// Locks the device's random generator, which all tests share, for random weights.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Returns the losses of all steps and the PSNRs of all validations.
 fn numbers(history: &WorldHistory) -> (Vec<f64>, Vec<[f64; 3]>) {
     let losses = history.train.iter().map(|record| record.loss).collect();
@@ -58,7 +52,6 @@ fn numbers(history: &WorldHistory) -> (Vec<f64>, Vec<[f64; 3]>) {
 
 #[test]
 fn a_few_steps_lower_the_loss() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let run = WorldRun::new(folder.path());
     let (_, history) = train_world(&device(), &small(160), run).unwrap();
@@ -78,7 +71,6 @@ fn a_few_steps_lower_the_loss() {
 /// The run is stopped in the middle of an episode and of the two-step phase.
 #[test]
 fn a_stopped_run_resumes_bit_for_bit() {
-    let _alone = alone();
     let config = WorldConfig { two_step: 4, steps_per_epoch: 5, ..small(9) };
     let model = |folder: &Path, world: kv_eval::world::World| {
         world.save(&folder.join("model"), WeightDtype::F32).unwrap();
@@ -129,7 +121,6 @@ fn a_stopped_run_resumes_bit_for_bit() {
 /// A run that is killed during a validation, even the one before the first step, can be resumed.
 #[test]
 fn a_checkpoint_is_written_before_its_validation() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let (path, found) = (folder.path().to_path_buf(), Arc::new(Mutex::new(vec![])));
     let kept = found.clone();
@@ -145,7 +136,6 @@ fn a_checkpoint_is_written_before_its_validation() {
 
 #[test]
 fn a_run_without_a_checkpoint_is_not_resumed_from_random_weights() {
-    let _alone = alone();
     let first = tempfile::tempdir().unwrap();
     let (world, _) = train_world(&device(), &small(3), WorldRun::new(first.path())).unwrap();
     let model = first.path().join("model");
@@ -212,7 +202,6 @@ fn invalid_settings_are_reported() {
 /// 0, so attention has an effect only after some steps.
 #[test]
 fn a_run_trains_for_its_cache() {
-    let _alone = alone();
     let cached = |name: &str, two_step: usize| {
         let config = WorldConfig { cache: name.parse().unwrap(), two_step, ..small(8) };
         let folder = tempfile::tempdir().unwrap();
@@ -237,7 +226,6 @@ fn a_run_trains_for_its_cache() {
 
 #[test]
 fn a_run_starts_from_the_model_of_another() {
-    let _alone = alone();
     let first = tempfile::tempdir().unwrap();
     let (world, history) = train_world(&device(), &small(3), WorldRun::new(first.path())).unwrap();
     let model = first.path().join("model");

@@ -8,6 +8,8 @@ mod gguf_experts;
 pub(crate) mod minifloat;
 pub(crate) mod saved;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use std::io::Write as _;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -15,6 +17,8 @@ use std::{
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use half::{bf16, f16};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use kv_models::kv_cubecl::{On, Target};
 use kv_models::{LayerSpec, llama::Config, nn::RopeScaling};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value as Json;
@@ -37,6 +41,47 @@ pub(crate) const TINY: [&str; 12] = [
     "gpt-oss-tiny",
     "qwen3_moe-tiny",
 ];
+
+/// Runs a case on the device of a GPU backend.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) fn on_gpu<T: Target>(case: fn(&On<T>)) {
+    match On::<T>::open() {
+        Ok(gpu) => case(&gpu),
+        Err(error) if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") => {
+            writeln!(std::io::stderr().lock(), "SKIPPED: {error}").unwrap();
+        }
+        Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
+    }
+}
+
+/// Makes a test for every GPU backend out of each case, a function
+/// `fn case<T: Target>(gpu: &On<T>)`.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+macro_rules! stamp_gpus {
+    ($($case:ident),+ $(,)?) => {
+        #[cfg(feature = "wgpu")]
+        mod wgpu {
+            $(
+                #[test]
+                fn $case() {
+                    crate::common::on_gpu::<kv_models::kv_cubecl::Wgpu>(super::$case);
+                }
+            )+
+        }
+        #[cfg(feature = "cuda")]
+        mod cuda {
+            $(
+                #[test]
+                fn $case() {
+                    crate::common::on_gpu::<kv_models::kv_cubecl::Cuda>(super::$case);
+                }
+            )+
+        }
+    };
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+pub(crate) use stamp_gpus;
 
 /// Returns the folder of a tiny checkpoint.
 pub(crate) fn tiny(name: &str) -> PathBuf {

@@ -15,6 +15,7 @@ use kv_models::{
     LanguageModel, LoadOptions, Loaded, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, On, Target},
     llama::Llama,
+    nn::init::seeded,
     outline_config, random,
 };
 use kv_train::{
@@ -376,8 +377,8 @@ fn from_scratch(
         true => vec![(TOKENIZER, fs::read(&tokenizer_file)?)],
         false => Vec::new(),
     };
-    device.seed(spec.config.seed);
-    Ok(Initial { model: model()?, tokenizer, tokenizer_file, files })
+    let model = seeded(device, spec.config.seed, model)?;
+    Ok(Initial { model, tokenizer, tokenizer_file, files })
 }
 
 /// Returns the first `n` devices of the target.

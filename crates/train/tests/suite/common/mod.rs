@@ -6,7 +6,7 @@ use std::{
     fs,
     path::PathBuf,
     process::{Command, Output},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 use burn::{
@@ -17,7 +17,7 @@ use kv_models::{
     LanguageModel, LayerSpec, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::{Flex, KvCacheConfig, On, Target},
     llama::{Config, Llama},
-    nn::RopeScaling,
+    nn::{RopeScaling, init::seeded},
     save,
 };
 use kv_train::{
@@ -30,12 +30,6 @@ use tempfile::TempDir;
 pub(crate) const VOCAB: usize = 288;
 /// With sequences of 96 tokens and a residual of 32, most tokens that a query sees are quantized.
 pub(crate) const K2V2: &str = "k2v2-g16-r32";
-
-/// Locks Burn's random generator, which all tests of a process share.
-pub(crate) fn random() -> MutexGuard<'static, ()> {
-    static LOCK: Mutex<()> = Mutex::new(());
-    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Returns `n` sentences of one pattern.
 pub(crate) fn sentences(n: usize) -> String {
@@ -82,10 +76,8 @@ pub(crate) fn tiny(config: Config, device: &Device) -> LanguageModel {
             param.map(|tensor| Tensor::from_data(tensor.into_data(), self.0))
         }
     }
-    let _stream = random();
     let flex = On::<Flex>::open().unwrap();
-    flex.seed(7);
-    let mut llama = Llama::init(config, &flex);
+    let mut llama = seeded(&flex, 7, || Llama::init(config, &flex));
     for layer in &mut llama.layers {
         for (weight, times) in [(&mut layer.qkv.weight, 1.6), (&mut layer.output.weight, 1.6)] {
             *weight = weight.clone().map_tensor(|tensor| tensor.mul_scalar(times));
