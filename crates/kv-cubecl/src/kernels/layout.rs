@@ -98,7 +98,7 @@ pub(crate) fn parameter_address(
     let per_word = comptime!(32 / spec.format.parameter_bits());
     let bits = comptime!(spec.format.parameter_bits() as u32);
     let nth = slot * (head_dim / spec.group_size) + group;
-    let first = tokens * (head_dim / comptime!(32 / spec.n_bits as usize));
+    let first = tokens * (head_dim * comptime!(spec.n_bits as usize) / 32);
     ParameterAddress { word: first + nth / per_word, shift: (nth % per_word) as u32 * bits }
 }
 

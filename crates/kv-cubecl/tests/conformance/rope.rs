@@ -3,7 +3,9 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use kv_cubecl::{KvCache, KvMemory, On, RopeTable, Target, streaming_attention};
 
-use crate::common::{CLOSE, Host, Rng, Setup, attend, close, skipped, snapshot, stamp};
+use crate::common::{
+    CLOSE, Host, Rng, Setup, attend, close, same_contents, skipped, snapshot, stamp,
+};
 
 stamp!(
     a_counted_token_gets_rope,
@@ -107,7 +109,7 @@ fn check<T: Target>(
                 .map(|t| Host::of(step(&mut cache, text.tokens(t..t + 1).on(on), t, &rope)))
                 .collect();
             let outputs = Host::cat(&outputs);
-            assert!(snapshot(&cache) == snapshot(&expected), "{text:?}: codes differ");
+            same_contents(format!("{text:?} of {rotary_dim}"), &cache, &expected);
             let turned: Vec<f64> = turned.data.into_iter().map(f64::from).collect();
             let what = format!("{text:?} of {rotary_dim}");
             close(format!("{what}: beside rope before"), &outputs, &turned, CLOSE);

@@ -106,11 +106,17 @@ fn restore_tokens<N: Size>(
         let place = parameter_address(slot, group, side.packed_tokens, key_dim, spec);
         let param = word_at::<N>(keys, slice_base, place.word, 4usize);
         let scale = scale(parameter_in(param, place.shift, spec), spec);
-        let at = slot * comptime!(bp.blocks.head_dim.keys / spec.codes_per_word());
-        let word = word_at::<N>(keys, slice_base, at + column * 4 / codes, 4usize);
+        let at = slot * comptime!(spec.words_of_codes(bp.blocks.head_dim.keys));
+        let nth = column * 4 / codes;
+        let low = word_at::<N>(keys, slice_base, at + low_word(nth, spec), 4usize);
+        let mut high = low;
+        if comptime!(spec.splits_codes()) {
+            let word = word_at::<N>(keys, slice_base, at + high_word(nth), 4usize);
+            high = word >> high_shift(nth);
+        }
         #[unroll]
         for k in 0..4usize {
-            let code = code_in(word, 0u32, column * 4 % codes + k, spec);
+            let code = code_in(low, high, column * 4 % codes + k, spec);
             run[t * 4 + k] = restore(code, scale, f32::new(0.0), spec);
         }
     }

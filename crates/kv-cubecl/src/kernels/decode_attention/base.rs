@@ -15,10 +15,14 @@ pub(crate) const MAX_HEAD_DIM: usize = 256;
 /// Shared memory that WebGPU guarantees, in bytes.
 pub(crate) const SHARED_BYTES: usize = 16 * 1024;
 
-/// Cubes that a streaming multiprocessor runs at once. A launch has about as many as run at once on
-/// the whole device, as fewer splits leave fewer partial results to merge. Registers allow two
-/// cubes of 128 units with 4 query rows; an estimate, not measured.
-const CUBES_PER_MULTIPROCESSOR: usize = 2;
+/// Units that a streaming multiprocessor runs at once. A launch has about as many as run at once on
+/// the whole device, as fewer splits leave fewer partial results to merge. Registers allow 256
+/// units with 4 query rows.
+const UNITS_PER_MULTIPROCESSOR: usize = 256;
+
+/// Tokens whose packed values a unit loads before it adds the first of them, so that it waits for
+/// memory once.
+pub(super) const VALUES_AT_ONCE: usize = 4;
 
 /// Most query rows whose sums a unit keeps in registers.
 const MAX_ROWS: usize = 4;
@@ -181,10 +185,11 @@ pub(super) fn prepare(
     };
     // Tokens that are packed one by one have nothing in common.
     let grouped_keys = specs.keys.filter(|spec| spec.granularity == Granularity::PerChannel);
-    // Words of a row of keys, where they are packed so.
-    let key_words = specs.keys.filter(|spec| spec.granularity == Granularity::PerToken);
-    let key_words = key_words.map_or(key_dim, |spec| key_dim / spec.codes_per_word());
-    let vectors = [key_dim, value_dim, key_words].iter().all(|&n| n.is_multiple_of(4));
+    // Words of a row of keys, where they are packed so, without those of high bits.
+    let token_keys = specs.keys.filter(|spec| spec.granularity == Granularity::PerToken);
+    let key_words = token_keys.map_or(key_dim, |spec| key_dim / spec.codes_per_word());
+    let vectors = [key_dim, value_dim, key_words].iter().all(|&n| n.is_multiple_of(4))
+        && !token_keys.is_some_and(|spec| spec.splits_codes());
     let mut blueprint = DecodeBlueprint {
         head_dim,
         rows: problem.rows.min(MAX_ROWS),
@@ -225,8 +230,10 @@ pub(super) fn prepare(
     // growing context compiles few kernels.
     let sinks = config.sink_tokens.min(problem.tokens);
     let row_chunks = problem.rows.div_ceil(blueprint.rows);
-    let wanted = CUBES_PER_MULTIPROCESSOR * hardware.n_multiprocessors;
-    let wanted_splits = (wanted / (layout.slices() * row_chunks)).max(1);
+    let wanted_splits = |blueprint: &DecodeBlueprint| {
+        let cubes = UNITS_PER_MULTIPROCESSOR * hardware.n_multiprocessors / blueprint.units;
+        (cubes / (layout.slices() * row_chunks)).max(1)
+    };
     let begin = layout.schedule().begin(problem.tokens).min(problem.tokens);
     let after_sinks = problem.tokens - begin.max(sinks);
     let first_float = layout.schedule().first_float(problem.len).keys;
@@ -234,13 +241,13 @@ pub(super) fn prepare(
     let tokens = [sinks, packed, after_sinks - packed];
     let n_tiles =
         |blueprint: &DecodeBlueprint| tokens.iter().map(|n| n.div_ceil(blueprint.tile())).sum();
-    while n_tiles(&blueprint) < wanted_splits && blueprint.units / 2 >= fewest_units {
+    while n_tiles(&blueprint) < wanted_splits(&blueprint) && blueprint.units / 2 >= fewest_units {
         blueprint.units /= 2;
     }
     if blueprint.units > MAX_UNITS || blueprint.shared_bytes() > SHARED_BYTES {
         return Err(unsupported(format!("needs {blueprint:?}, beyond WebGPU's limits")));
     }
-    let (n_splits, _) = splits(n_tiles(&blueprint), wanted_splits);
+    let (n_splits, _) = splits(n_tiles(&blueprint), wanted_splits(&blueprint));
     // Sums are f32 and written as they are.
     blueprint.whole = n_splits == 1 && problem.query == ElemType::Float(FloatKind::F32);
     Ok((blueprint, Settings { row_chunks, n_splits }))
@@ -311,6 +318,7 @@ mod tests {
             "k16v8",
             "kint8vint8",
             "k4vint8",
+            "ktq3vtq3",
         ] {
             for (key_dim, value_dim) in KEYS_AND_VALUES {
                 let head_dim = Sides { keys: key_dim, values: value_dim };
@@ -377,7 +385,7 @@ mod tests {
             prepare(&problem, hardware).unwrap().1.n_splits
         };
         assert_eq!(n_splits(1), 1);
-        // As many cubes as run at once: 2 on each of 16 multiprocessors, for 4 slices.
-        assert_eq!(n_splits(1 << 20), CUBES_PER_MULTIPROCESSOR * 16 / 4);
+        // As many units as run at once on 16 multiprocessors, for 4 slices, in cubes of 64.
+        assert_eq!(n_splits(1 << 20), UNITS_PER_MULTIPROCESSOR * 16 / 64 / 4);
     }
 }

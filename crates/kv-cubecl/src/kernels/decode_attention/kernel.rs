@@ -60,54 +60,90 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
     write_rows(results, lse, &mut rows, slice, split, first_row, &args, bp);
 }
 
-/// Merges the partial softmaxes of the splits of each row; one unit per (row, channel). If
-/// `hadamard` is the number of channels, a cube has one row and undoes its Hadamard transform.
+/// Parts of an output row that are read before the first of them is added.
+const PARTS_AT_ONCE: usize = 4;
+
+/// Merges the partial softmaxes of the splits of each row, and undoes the Hadamard transform if
+/// values have one. A cube has one row, and a unit one of its channels. The units read `m` and `l`
+/// of `units` splits at a time, one each, and share the weights of these splits.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],
     output: &mut [Q],
     lse: &mut [f32],
-    n: usize,
+    rows: usize,
     n_splits: usize,
-    head_dim: usize,
-    #[comptime] hadamard: Option<usize>,
+    #[comptime] head_dim: usize,
+    #[comptime] units: usize,
+    #[comptime] hadamard: bool,
     #[define(Q)] _query_type: ElemType,
 ) {
-    let mut merged = f32::new(0.0);
-    if ABSOLUTE_POS < n {
-        let row = ABSOLUTE_POS / head_dim;
-        let channel = ABSOLUTE_POS % head_dim;
-        let stride = head_dim + 2;
-        let base = row * n_splits * stride;
-        let mut maximum = f32::new(LOWEST);
-        for split in 0..n_splits {
-            maximum = clamp_min(maximum, partials[base + split * stride + head_dim]);
+    let unit = UNIT_POS as usize;
+    // Cubes past the last row repeat it and write nothing.
+    let row = clamp_max(CUBE_POS, rows - 1);
+    let stride = comptime!(head_dim + 2);
+    let base = row * n_splits * stride;
+    let channel = clamp_max(unit, comptime!(head_dim - 1));
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(2 * units));
+    let mut maximum = f32::new(LOWEST);
+    let mut sum = f32::new(0.0);
+    let mut out = f32::new(0.0);
+    let mut first = 0usize;
+    while first < n_splits {
+        let count = clamp_max(n_splits - first, units);
+        // Splits past the last are read as it, and left out.
+        let mine = base + clamp_max(first + unit, n_splits - 1) * stride;
+        let (largest, weights) = (partials[mine + head_dim], partials[mine + head_dim + 1]);
+        shared[unit] = largest;
+        sync_cube();
+        let before = maximum;
+        for i in 0..count {
+            maximum = clamp_min(maximum, shared[i]);
         }
-        let mut sum = f32::new(0.0);
-        let mut out = f32::new(0.0);
-        for split in 0..n_splits {
-            let at = base + split * stride;
-            let weight = (partials[at + head_dim] - maximum).exp();
-            sum += weight * partials[at + head_dim + 1];
-            out += weight * partials[at + channel];
+        sync_cube();
+        let weight = (largest - maximum).exp();
+        shared[unit] = weight;
+        shared[units + unit] = weight * weights;
+        sync_cube();
+        let factor = (before - maximum).exp();
+        sum *= factor;
+        out *= factor;
+        for i in 0..count {
+            sum += shared[units + i];
         }
-        merged = normalized(out, sum);
-        if channel == 0 {
+        let from = base + first * stride + channel;
+        let mut split = 0usize;
+        while split + PARTS_AT_ONCE <= count {
+            let mut parts = Array::<f32>::new(PARTS_AT_ONCE);
+            #[unroll]
+            for i in 0..PARTS_AT_ONCE {
+                parts[i] = partials[from + (split + i) * stride];
+            }
+            #[unroll]
+            for i in 0..PARTS_AT_ONCE {
+                out += shared[split + i] * parts[i];
+            }
+            split += PARTS_AT_ONCE;
+        }
+        while split < count {
+            out += shared[split] * partials[from + split * stride];
+            split += 1;
+        }
+        sync_cube();
+        first += units;
+    }
+    let mut merged = normalized(out, sum);
+    if comptime!(hadamard) {
+        shared[unit] = merged;
+        hadamard_rows(&mut shared, unit, units, head_dim, head_dim);
+        merged = shared[unit] * comptime!(hadamard_scale(head_dim));
+    }
+    if CUBE_POS < rows {
+        if unit < head_dim {
+            output[row * head_dim + unit] = Q::cast_from(merged);
+        }
+        if unit == 0 {
             lse[row] = log_sum_exp(maximum, sum);
         }
-    }
-    #[comptime]
-    match hadamard {
-        Some(channels) => {
-            let unit = UNIT_POS as usize;
-            let mut row = Shared::<[f32]>::new_slice(channels);
-            row[unit] = merged;
-            hadamard_rows(&mut row, unit, channels, channels, channels);
-            merged = row[unit] * comptime!(hadamard_scale(channels));
-        }
-        None => {}
-    }
-    if ABSOLUTE_POS < n {
-        output[ABSOLUTE_POS] = Q::cast_from(merged);
     }
 }

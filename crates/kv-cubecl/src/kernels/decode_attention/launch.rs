@@ -7,9 +7,7 @@ use super::{
 };
 use crate::{
     Result,
-    kernels::{
-        Grid, Limits, cache::CacheBindings, elementwise, layout::positions_arg, rope::rope_arg,
-    },
+    kernels::{Grid, Limits, cache::CacheBindings, layout::positions_arg, rope::rope_arg},
 };
 
 /// The buffers of a launch, all contiguous.
@@ -146,17 +144,11 @@ pub(crate) fn launch_merge(
     problem: &DecodeProblem,
     n_splits: usize,
 ) -> Result<()> {
-    const WHAT: &str = "decode_attention";
     let head_dim = problem.layout.shape().head_dim.values;
     let rows = problem.layout.slices() * problem.rows;
-    let (n, elements) = (rows * head_dim, partial_elements(problem, n_splits));
-    let (grid, hadamard) = match problem.layout.config().uses_hadamard_values() {
-        true => {
-            let limits = Limits::of(client.properties());
-            (Grid::new(WHAT, [rows, 1, 1], head_dim, elements, &limits)?, Some(head_dim))
-        }
-        false => (elementwise(client, WHAT, n, elements)?, None),
-    };
+    let (units, elements) = (merge_units(head_dim), partial_elements(problem, n_splits));
+    let limits = Limits::of(client.properties());
+    let grid = Grid::new("decode_attention", [rows, 1, 1], units, elements, &limits)?;
     kernel::merge_partials::launch(
         client,
         grid.count(),
@@ -165,11 +157,17 @@ pub(crate) fn launch_merge(
         partials,
         output,
         lse,
-        n,
+        rows,
         n_splits,
         head_dim,
-        hadamard,
+        units,
+        problem.layout.config().uses_hadamard_values(),
         problem.query,
     );
     Ok(())
+}
+
+/// Units of a cube that merges a row of `head_dim` channels.
+pub(super) fn merge_units(head_dim: usize) -> usize {
+    head_dim.next_power_of_two().max(32)
 }

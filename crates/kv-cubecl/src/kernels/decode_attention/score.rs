@@ -224,6 +224,8 @@ fn score_tokens<N: Size>(
     let rows = comptime!(bp.rows);
     let unit_tokens = comptime!(bp.unit_tokens);
     let width = comptime!(bp.head_dim.keys / spec.codes_per_word() / bp.vector);
+    // Vectors of a row; those with high bits follow pairs of others.
+    let row = comptime!(spec.words_of_codes(bp.head_dim.keys) / bp.vector);
     // Channels of a vector of words, and whether all that the unit reads of a token are of one
     // group.
     let channels = comptime!(spec.codes_per_word() * bp.vector);
@@ -254,11 +256,20 @@ fn score_tokens<N: Size>(
             }
         }
         let mut lines = Array::<Vector<u32, N>>::new(unit_tokens);
+        let mut high = Array::<u32>::new(unit_tokens);
         #[unroll]
         for t in 0..unit_tokens {
-            lines[t] = keys[slice_base + slots[t] * width + column];
+            let first = slice_base + slots[t] * row;
+            lines[t] = keys[first + low_word(column, spec)];
+            high[t] = 0u32;
+            if comptime!(spec.splits_codes()) {
+                // A vector is one word here.
+                let word = keys[first + high_word(column)].extract(0usize);
+                high[t] = word >> high_shift(column);
+            }
         }
-        add_lines::<N>(&lines, &scales, state, column * channels, scores, once, spec, bp);
+        let channel = column * channels;
+        add_lines::<N>(&lines, &high, &scales, state, channel, scores, once, spec, bp);
     }
     if comptime!(once) {
         #[unroll]
@@ -272,10 +283,12 @@ fn score_tokens<N: Size>(
 }
 
 /// Adds to `scores` `[rows, unit_tokens]` the products of the query, from `channel` on, with the
-/// codes of a vector of words of each token; `scaled` says whether scales are multiplied later.
+/// codes of a vector of words of each token, whose high bits are in `high` if they are split;
+/// `scaled` says whether scales are multiplied later.
 #[cube]
 fn add_lines<N: Size>(
     lines: &Array<Vector<u32, N>>,
+    high: &Array<u32>,
     scales: &Array<f32>,
     state: &Rows,
     channel: usize,
@@ -298,7 +311,7 @@ fn add_lines<N: Size>(
             }
             #[unroll]
             for t in 0..comptime!(bp.unit_tokens) {
-                let mut element = element(lines[t].extract(k), 0u32, j, spec);
+                let mut element = element(lines[t].extract(k), high[t], j, spec);
                 if comptime!(!scaled) {
                     element *= scales[t];
                 }

@@ -115,9 +115,8 @@ mod cpp {
 mod ptx {
     use super::*;
     use crate::kernels::{
-        ELEMENTWISE_UNITS,
         cuda_source::{cuda_ptx, each_ptx, named, properties},
-        decode_attention::kernel::merge_partials::MergePartials,
+        decode_attention::{kernel::merge_partials::MergePartials, launch::merge_units},
     };
 
     #[test]
@@ -134,8 +133,8 @@ mod ptx {
     #[test]
     fn no_array_is_in_local_memory() {
         each_ptx(|card| {
-            let merge = |hadamard: Option<usize>| {
-                let units = hadamard.unwrap_or(ELEMENTWISE_UNITS);
+            let merge = |head_dim: usize, hadamard: bool| {
+                let units = merge_units(head_dim);
                 let [partials, output, lse] = [(); 3].map(|()| buffer());
                 MergePartials::new(
                     settings(units, ExecutionMode::Checked),
@@ -146,13 +145,14 @@ mod ptx {
                     lse,
                     (),
                     (),
-                    (),
+                    head_dim,
+                    units,
                     hadamard,
                     ElemType::Float(FloatKind::F32),
                 )
             };
             let mut kernels =
-                vec![named("merge", merge(None)), named("merge-hadamard", merge(Some(128)))];
+                vec![named("merge", merge(96, false)), named("merge-hadamard", merge(128, true))];
             for cache in CACHES {
                 for (head_dim, rows) in
                     [64, 128].into_iter().flat_map(|d| ROWS.map(|rows| (d, rows)))

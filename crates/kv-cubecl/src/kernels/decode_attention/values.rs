@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     args::{CacheBuffers, DecodeArgs},
-    base::DecodeBlueprint,
+    base::{DecodeBlueprint, VALUES_AT_ONCE},
     rows::Rows,
     tiles::{Extent, Tile},
 };
@@ -14,7 +14,7 @@ use crate::{
         cube::{element, high_bits, low_word, offset, scale},
     },
     kernels::layout::{
-        SideArgs, factor_in, float_element, packed_slot, parameter_address, parameter_in,
+        CacheArgs, SideArgs, factor_in, float_element, packed_slot, parameter_address, parameter_in,
     },
 };
 
@@ -40,87 +40,122 @@ pub(super) fn add_values<R: Float, N: Size>(
                 token += strides;
             }
         }
-        while token < tile.end {
-            let at = token - tile.start;
-            let mut packed = false;
-            let spec = comptime!(bp.specs.values);
-            #[comptime]
-            match spec {
-                Some(spec) => {
-                    packed = tile.windowed && token - cache.schedule.sinks < extent.packed_values;
-                    if packed {
-                        let base = slice * cache.values.slice_words;
-                        let mut slot = token - cache.schedule.sinks;
-                        if comptime!(bp.window) {
-                            slot = packed_slot(slot, &cache.values);
-                        }
-                        add_packed(&buffers.values, base, slot, at, rows, &cache.values, spec, bp);
+        #[comptime]
+        match comptime!(bp.specs.values) {
+            Some(spec) => {
+                if tile.windowed {
+                    let base = slice * cache.values.slice_words;
+                    let end = clamp_max(tile.end, cache.schedule.sinks + extent.packed_values);
+                    let many = VALUES_AT_ONCE;
+                    while token + (many - 1) * strides < end {
+                        let first = Packed { base, token, start: tile.start };
+                        add_packed(&buffers.values, &first, rows, cache, many, spec, bp);
+                        token += many * strides;
+                    }
+                    while token < end {
+                        let first = Packed { base, token, start: tile.start };
+                        add_packed(&buffers.values, &first, rows, cache, 1usize, spec, bp);
+                        token += strides;
                     }
                 }
-                None => {}
             }
-            if !packed {
-                let row = slice * cache.float_elements + float_element(token, &cache.values);
-                add_float::<R, N>(&buffers.floats, row, at, rows, bp);
-            }
+            None => {}
+        }
+        while token < tile.end {
+            let row = slice * cache.float_elements + float_element(token, &cache.values);
+            add_float::<R, N>(&buffers.floats, row, token - tile.start, rows, bp);
             token += strides;
         }
     }
 }
 
-/// Adds a packed value, in slot `token`, with the weights of token `at` of the tile. Scale and
-/// offset are folded into the weights.
+/// The first of the packed values that are added at once.
+#[derive(CubeType)]
+struct Packed {
+    /// First word of the slice.
+    base: usize,
+    token: usize,
+    /// First token of the tile.
+    start: usize,
+}
+
+/// Adds packed values of `many` tokens, `strides` apart, with their weights. Scale and offset are
+/// folded into the weights. All are loaded before the first is added, so that a unit waits once for
+/// memory.
 #[cube]
 fn add_packed(
     values: &[u32],
-    slice_base: usize,
-    token: usize,
-    at: usize,
+    first: &Packed,
     state: &mut Rows,
-    side: &SideArgs,
+    cache: &CacheArgs,
+    #[comptime] many: usize,
     #[comptime] spec: QuantSpec,
     #[comptime] bp: DecodeBlueprint,
 ) {
     let rows = comptime!(bp.rows);
     let unit_channels = comptime!(bp.unit_channels);
     let codes = comptime!(spec.codes_per_word());
+    let words = comptime!(bp.unit_channels / spec.codes_per_word());
     let channel = state.block * unit_channels;
     let group = channel / spec.group_size;
-    let place = value_address(values, slice_base, token, group, side, bp.head_dim.values, spec);
-    let codes_of_group = place.line + group * comptime!(spec.code_words());
     let first_run = channel % spec.group_size / codes;
-    let scale = scale(place.parameter, spec);
-    let min = offset(place.parameter, spec);
     let tiled = comptime!(spec.tile.is_some());
-    let mut weights = Array::<f32>::new(rows);
+    let mut low = Array::<u32>::new(comptime!(many * words));
+    let mut high = Array::<u32>::new(comptime!(many * words));
+    let mut parameters = Array::<u32>::new(many);
+    let mut factors = Array::<usize>::new(many);
     #[unroll]
-    for r in 0..rows {
-        let weight = state.scratch[r * comptime!(bp.tile()) + at];
-        if comptime!(tiled) {
-            weights[r] = weight;
-        } else {
-            weights[r] = weight * scale;
-            if comptime!(spec.format.has_offset()) {
-                state.offsets[r] += weight * min;
-            }
+    for nth in 0..many {
+        let mut slot = first.token + nth * comptime!(bp.strides()) - cache.schedule.sinks;
+        if comptime!(bp.window) {
+            slot = packed_slot(slot, &cache.values);
+        }
+        let head_dim = comptime!(bp.head_dim.values);
+        let place = value_address(values, first.base, slot, group, &cache.values, head_dim, spec);
+        let codes_of_group = place.line + group * comptime!(spec.code_words());
+        parameters[nth] = place.parameter;
+        factors[nth] = place.factors;
+        #[unroll]
+        for i in 0..words {
+            let run = first_run + i;
+            low[nth * words + i] = values[codes_of_group + low_word(run, spec)];
+            high[nth * words + i] = high_bits(values, codes_of_group, 1usize, run, spec);
         }
     }
-    if comptime!(tiled) {
-        load_factors(values, place.factors, channel, state, bp);
-    }
+    let mut weights = Array::<f32>::new(rows);
     #[unroll]
-    for i in 0..comptime!(bp.unit_channels / spec.codes_per_word()) {
-        let low = values[codes_of_group + low_word(first_run + i, spec)];
-        let high = high_bits(values, codes_of_group, 1usize, first_run + i, spec);
+    for nth in 0..many {
+        let at = first.token + nth * comptime!(bp.strides()) - first.start;
+        let scale = scale(parameters[nth], spec);
+        let min = offset(parameters[nth], spec);
         #[unroll]
-        for j in 0..codes {
-            let mut element = element(low, high, j, spec);
+        for r in 0..rows {
+            let weight = state.scratch[r * comptime!(bp.tile()) + at];
             if comptime!(tiled) {
-                element = (element * scale + min) * state.factors[i * codes + j];
+                weights[r] = weight;
+            } else {
+                weights[r] = weight * scale;
+                if comptime!(spec.format.has_offset()) {
+                    state.offsets[r] += weight * min;
+                }
             }
+        }
+        if comptime!(tiled) {
+            load_factors(values, factors[nth], channel, state, bp);
+        }
+        #[unroll]
+        for i in 0..words {
             #[unroll]
-            for r in 0..rows {
-                state.outputs[r * unit_channels + i * codes + j] += weights[r] * element;
+            for j in 0..codes {
+                let at = comptime!(nth * words + i);
+                let mut element = element(low[at], high[at], j, spec);
+                if comptime!(tiled) {
+                    element = (element * scale + min) * state.factors[i * codes + j];
+                }
+                #[unroll]
+                for r in 0..rows {
+                    state.outputs[r * unit_channels + i * codes + j] += weights[r] * element;
+                }
             }
         }
     }

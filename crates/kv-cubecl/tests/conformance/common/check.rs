@@ -57,6 +57,22 @@ pub(crate) fn snapshot(cache: &KvCache) -> [Vec<u8>; 4] {
     [bits(parts.keys), bits(parts.values), bits(parts.floats), len]
 }
 
+/// Compares everything that two caches hold, and reports the first words that differ.
+#[track_caller]
+pub(crate) fn same_contents(what: impl core::fmt::Display, got: &KvCache, expected: &KvCache) {
+    let parts = snapshot(got).into_iter().zip(snapshot(expected));
+    for ((got, expected), part) in parts.zip(["keys", "values", "floats", "lengths"]) {
+        assert_eq!(got.len(), expected.len(), "{what}: {part}");
+        let words = |bytes: &[u8]| -> Vec<u32> {
+            bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word)).collect()
+        };
+        let pairs = words(&got).into_iter().zip(words(&expected)).enumerate();
+        let differ: Vec<_> = pairs.filter(|(_, (got, expected))| got != expected).collect();
+        let first = &differ[..differ.len().min(3)];
+        assert!(differ.is_empty(), "{what}: {} words of {part} differ: {first:x?}", differ.len());
+    }
+}
+
 /// Returns the central differences of `loss` by each number of the input `which`.
 #[cfg(feature = "autodiff")]
 pub(crate) fn slopes<const N: usize>(

@@ -11,7 +11,7 @@ use kv_cubecl::{Error, On, Target};
 
 #[cfg(feature = "autodiff")]
 pub(crate) use check::slopes;
-pub(crate) use check::{CLOSE, close, equal_bits, snapshot};
+pub(crate) use check::{CLOSE, close, equal_bits, same_contents, snapshot};
 pub(crate) use data::{Host, Rng, wide};
 pub(crate) use file::File;
 pub(crate) use setup::{

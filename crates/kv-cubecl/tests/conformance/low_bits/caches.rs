@@ -14,6 +14,7 @@ use crate::common::{
 
 stamp!(
     caches_in_parts,
+    tokens_of_three_bits,
     partitions_store_the_same,
     positions_on_the_device,
     ragged_caches,
@@ -61,6 +62,22 @@ fn caches_in_parts<T: Target>(on: &On<T>) {
         let parts = cache.clone().into_parts();
         let again = KvCache::from_parts(&text.config, text.shape(), parts).unwrap();
         assert!(snapshot(&again) == snapshot(&cache), "{name}: parts");
+    }
+}
+
+/// The high bits of keys that are packed by token are in words between those of the low bits. A
+/// single token and a chunk attend to them by kernels of their own.
+fn tokens_of_three_bits<T: Target>(on: &On<T>) {
+    for (seed, (name, head_dim)) in
+        [("ktq3vtq3-r16-s1", 64), ("ktq3v16-r16", 256)].into_iter().enumerate()
+    {
+        let text = Setup::new(name, [1, 4, 2, 71, head_dim], 40 + seed as u64);
+        for sizes in [vec![40, 30, 1], vec![51, 20]] {
+            let mut cache = text.cache(on);
+            let output = attend(&mut cache, &text, &sizes, on);
+            check_stored(name, &text, &cache);
+            check_last(&format!("{name} in {sizes:?}"), &text, &cache, &output);
+        }
     }
 }
 
