@@ -41,7 +41,7 @@
 //! |---|---|
 //! | `flex` (on by default) | Burn's CPU backend |
 //! | `wgpu` | WGPU: Vulkan, Metal, DirectX 12 |
-//! | `cuda` | CUDA, which has not run on a GPU yet |
+//! | `cuda` | CUDA, which ran once, on an H200 |
 //! | `autodiff` | gradients; `eval` and `train` turn it on |
 //! | `fusion` | Burn's lazy execution on GPUs |
 //!

@@ -1,11 +1,14 @@
 //! Attention through a cache and in parallel, compared with the oracle's in f64 over the same
 //! codes.
 
-use kv_cubecl::{CacheFloat, Error, KvCache, KvCacheConfig, On, Side, Target, streaming_attention};
+use kv_cubecl::{
+    CacheFloat, Error, KvCache, KvCacheConfig, On, Side, Target, reference::attend_row,
+    streaming_attention,
+};
 
 use crate::common::{
     CLOSE, Host, Rng, Setup, attend, check_properties, close, sampled, sampled_count, setups,
-    skipped, stamp,
+    skipped, stamp, wide,
 };
 
 stamp!(
@@ -18,6 +21,7 @@ stamp!(
     any_configuration,
     last_step_over_the_dequantized_cache,
     a_long_text,
+    more_splits_than_are_merged_at_once,
     strided_inputs,
     training_and_serving_agree,
     the_capacity_is_not_read_in_parallel,
@@ -175,6 +179,25 @@ fn a_long_text<T: Target>(on: &On<T>) {
         let parallel = Host::of(streaming_attention(q, k, v, &text.config).unwrap().output);
         close(format!("{text:?}: in parallel"), &parallel, &run.output, CLOSE);
     }
+}
+
+/// The merge reads this many splits in several parts. Later keys are larger, so each part raises
+/// the largest score.
+fn more_splits_than_are_merged_at_once<T: Target>(on: &On<T>) {
+    const TOKENS: usize = 9001;
+    let mut text = Setup::new("float", [1, 2, 1, TOKENS, 16], 13);
+    for (t, key) in text.key.data.chunks_mut(16).enumerate() {
+        key.iter_mut().for_each(|x| *x *= 1.0 + t as f32 / 2000.0);
+    }
+    let mut cache = text.cache(on);
+    let [_, k, v] = text.tokens(0..TOKENS - 1).on(on);
+    cache.append(k, v).unwrap();
+    let output = attend(&mut cache, &text.tokens(TOKENS - 1..TOKENS), &[1], on);
+    let [keys, values] = [&text.key, &text.value].map(|side| wide(&side.data));
+    let [keys, values] = [&keys, &values].map(|side| side.chunks(16).collect::<Vec<_>>());
+    let queries = text.query.data.chunks(16 * TOKENS).map(|head| wide(&head[16 * (TOKENS - 1)..]));
+    let expected: Vec<f64> = queries.flat_map(|query| attend_row(&query, &keys, &values)).collect();
+    close("many splits", &output, &expected, CLOSE);
 }
 
 /// The parallel form of training agrees with the cache token by token: groups of 16, 32 and 64,

@@ -11,7 +11,7 @@ use burn::{
 use super::{linear::Linear, matrix::Matrix};
 
 /// Seeds the random generator of `device` and runs `draw`, which draws from it. Calls in several
-/// threads wait for each other.
+/// threads wait for each other, so `draw` must not call this function.
 ///
 /// A backend has one generator in each process. Threads that seed it or draw from it at the same
 /// time, other than by this function, change what is drawn.
@@ -19,7 +19,10 @@ pub fn seeded<T>(device: &Device, seed: u64, draw: impl FnOnce() -> T) -> T {
     static DRAWING: Mutex<()> = Mutex::new(());
     let _drawing = DRAWING.lock().unwrap_or_else(PoisonError::into_inner);
     device.seed(seed);
-    draw()
+    let drawn = draw();
+    // With Fusion, drawing is an operation in a queue. A failure shows when the numbers are read.
+    let _ = device.sync();
+    drawn
 }
 
 /// Returns a projection with random weights and zero biases.

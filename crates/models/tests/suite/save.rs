@@ -14,7 +14,7 @@ use kv_models::{
     kv_cubecl::KvCacheConfig,
     llama::{Config, Llama},
     load,
-    nn::RopeScaling,
+    nn::{RopeScaling, init::seeded},
     save,
 };
 use safetensors::{Dtype, SafeTensors};
@@ -316,7 +316,8 @@ fn every_configuration_is_saved_or_rejected() {
         ] {
             let config =
                 Config { qkv_bias, output_bias, mlp_bias, rotary_dim, rope_scaling, ..small() };
-            let model = LanguageModel::new(Llama::init(config.clone(), &device));
+            let model =
+                LanguageModel::new(seeded(&device, 9, || Llama::init(config.clone(), &device)));
             let folder = tempfile::tempdir().unwrap();
             let savable = check_savable(&model, &words(), SaveOptions::default());
             match save(folder.path(), &model, &words(), SaveOptions::default()) {
@@ -360,7 +361,7 @@ fn context_dependent_frequencies_are_saved() {
             },
             ..small()
         };
-        let model = LanguageModel::new(Llama::init(config.clone(), &device));
+        let model = LanguageModel::new(seeded(&device, 9, || Llama::init(config.clone(), &device)));
         let folder = tempfile::tempdir().unwrap();
         save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
         let again = load(folder.path(), &device).unwrap().model;
@@ -385,7 +386,8 @@ fn partial_rope_survives_rounding() {
                 ..small()
             };
             let folder = tempfile::tempdir().unwrap();
-            let model = LanguageModel::new(Llama::init(config.clone(), &device));
+            let model =
+                LanguageModel::new(seeded(&device, 9, || Llama::init(config.clone(), &device)));
             save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
             let again = load(folder.path(), &device).unwrap().model.downcast::<Llama>().unwrap();
             assert_eq!(again.config(), &config);
@@ -437,7 +439,7 @@ fn a_model_in_training_is_saved() {
 
     let training = device().autodiff();
     let folder = tempfile::tempdir().unwrap();
-    let model = LanguageModel::new(Llama::init(small(), &training));
+    let model = LanguageModel::new(seeded(&training, 9, || Llama::init(small(), &training)));
     save(folder.path(), &model, &words(), SaveOptions::default()).unwrap();
     let again = load(folder.path(), &device()).unwrap().model;
     // With gradients, other operations compute the same values.

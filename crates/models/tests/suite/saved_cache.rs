@@ -1,4 +1,5 @@
 //! Saved caches continue bit for bit. Other models, caches and texts are refused.
+#![allow(clippy::print_stderr, reason = "a skipped test prints the reason")]
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use std::fs;

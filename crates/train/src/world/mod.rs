@@ -230,7 +230,7 @@ pub fn checkpointed_world<T: Target>(
     };
     checkpoints.check(step)?;
     let [weights, ..] = PARTS;
-    let model = GameRft::init(config.model(), device)?;
+    let model = seeded(device, config.seed, || GameRft::init(config.model(), device))?;
     let model = model.load_record(checkpoints.restore(weights, step)?);
     let codec = Codec::load(folder).map_err(kv_eval::Error::from)?;
     Ok((World::new(model, codec, config.maze)?, step))

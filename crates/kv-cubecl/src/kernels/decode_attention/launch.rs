@@ -118,6 +118,9 @@ pub(crate) fn grid(
     let elements = layout.slices() * layout.slice_elements();
     let elements = elements.max(partial_elements(problem, n_splits));
     Grid::elementwise("attention over a cache", elements, elements, limits)?;
+    let merged = [layout.slices() * problem.rows, 1, 1];
+    let merge_units = merge_units(layout.shape().head_dim.values);
+    Grid::new("attention over a cache", merged, merge_units, elements, limits)?;
     let wanted = [layout.slices(), n_splits, row_chunks];
     Ok(Grid::new("attention over a cache", wanted, units, elements, limits)?)
 }

@@ -80,8 +80,8 @@ struct Packed {
 }
 
 /// Adds packed values of `many` tokens, `strides` apart, with their weights. Scale and offset are
-/// folded into the weights. All are loaded before the first is added, so that a unit waits once for
-/// memory.
+/// folded into the weights. All codes and parameters are loaded before the first value is added, so
+/// that a unit waits once for memory.
 #[cube]
 fn add_packed(
     values: &[u32],

@@ -121,7 +121,7 @@ fn put_parameters(
         let end = (call.start + call.count) / store.stride;
         let word = first * groups / per_word + ABSOLUTE_POS % words;
         if first < end && word * per_word < end * groups {
-            let begin = store.slots * (store.channels / comptime!(32 / spec.n_bits as usize));
+            let begin = store.slots * (store.channels * comptime!(spec.n_bits as usize) / 32);
             let at = sequence * args.sequence_words + begin + word;
             let mut new = codes[at];
             for i in 0..per_word {

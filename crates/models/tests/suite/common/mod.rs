@@ -57,6 +57,7 @@ pub(crate) fn on_gpu<T: Target>(case: fn(&On<T>)) {
 /// Makes a test for every GPU backend out of each case, a function
 /// `fn case<T: Target>(gpu: &On<T>)`.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! stamp_gpus {
     ($($case:ident),+ $(,)?) => {
         #[cfg(feature = "wgpu")]
@@ -81,6 +82,7 @@ macro_rules! stamp_gpus {
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use stamp_gpus;
 
 /// Returns the folder of a tiny checkpoint.
