@@ -68,7 +68,8 @@ fn caches_in_parts<T: Target>(on: &On<T>) {
 /// The high bits of keys that are packed by token are in words between those of the low bits. A
 /// single token and a chunk attend to them by kernels of their own.
 fn tokens_of_three_bits<T: Target>(on: &On<T>) {
-    let cases = [("ktq3vtq3-r16-s1", 64), ("ktq3v16-r16", 256), ("ktq3vtq3-r16-w40", 256)];
+    // With this window, what the last token sees begins at an even token: see `CACHES`.
+    let cases = [("ktq3vtq3-r16-s1", 64), ("ktq3v16-r16", 256), ("ktq3vtq3-r16-w41", 256)];
     for (seed, (name, head_dim)) in cases.into_iter().enumerate() {
         let text = Setup::new(name, [1, 4, 2, 71, head_dim], 40 + seed as u64);
         for sizes in [vec![40, 30, 1], vec![51, 20]] {
