@@ -20,8 +20,8 @@ use crate::{
     scores::Scores,
 };
 
-/// Every number of bits, both float types, tiles, and every kind of token that is packed by itself.
-const CACHES: [&str; 13] = [
+/// Every number of bits, both float types, and scales per token and per block.
+const CACHES: [&str; 11] = [
     "float",
     "float-f16",
     "k8v8",
@@ -33,8 +33,6 @@ const CACHES: [&str; 13] = [
     "ke4m3ve5m2",
     "kmxfp4ve4m3b",
     "kint8vint8-hadk-hadv",
-    "ktq3vtq3",
-    "kvn3vvn4",
 ];
 /// Query rows per kv head, and whether the kernel reads the length from the device: what
 /// `kv-eval bench` measures on CUDA.
