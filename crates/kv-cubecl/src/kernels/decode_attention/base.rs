@@ -17,7 +17,7 @@ pub(crate) const SHARED_BYTES: usize = 16 * 1024;
 
 /// Units that a streaming multiprocessor runs at once. A launch has about as many as run at once on
 /// the whole device, as fewer splits leave fewer partial results to merge. Registers allow 256
-/// units with 4 query rows.
+/// units with 4 query rows; an estimate, not measured.
 const UNITS_PER_MULTIPROCESSOR: usize = 256;
 
 /// Tokens whose packed values a unit loads before it adds the first of them, so that it waits for
@@ -185,7 +185,7 @@ pub(super) fn prepare(
     };
     // Tokens that are packed one by one have nothing in common.
     let grouped_keys = specs.keys.filter(|spec| spec.granularity == Granularity::PerChannel);
-    // Words of a row of keys, where they are packed so, without those of high bits.
+    // If keys are packed by token: the words of a row that hold low bits.
     let token_keys = specs.keys.filter(|spec| spec.granularity == Granularity::PerToken);
     let key_words = token_keys.map_or(key_dim, |spec| key_dim / spec.codes_per_word());
     let vectors = [key_dim, value_dim, key_words].iter().all(|&n| n.is_multiple_of(4))

@@ -65,8 +65,8 @@ fn caches_in_parts<T: Target>(on: &On<T>) {
     }
 }
 
-/// The high bits of keys that are packed by token are in words between those of the low bits. A
-/// single token and a chunk attend to them by kernels of their own.
+/// Keys that are packed by token keep their high bits in words between the words of low bits. One
+/// kernel reads them for a single token, another for a chunk.
 fn tokens_of_three_bits<T: Target>(on: &On<T>) {
     // With this window, what the last token sees begins at an even token: see `CACHES`.
     let cases = [("ktq3vtq3-r16-s1", 64), ("ktq3v16-r16", 256), ("ktq3vtq3-r16-w41", 256)];

@@ -81,7 +81,7 @@ impl Coded {
         self.codes.resize(step * stride, 0);
         for token in run.tokens.clone().step_by(step) {
             let count = step.min(run.tokens.end - token);
-            // Only the tokens of the run, which may end with the last word.
+            // The run may end where the words end, so nothing after its last token is read.
             let (codes, scales) = (&mut self.codes[..count * stride], &mut self.scales[..count]);
             codec.unpack(run.words, token, codes, stride, &run.place);
             codec.scales(run.words, token, scales, &run.place);
