@@ -32,6 +32,7 @@ mod attention;
 mod backends;
 mod cache;
 mod config;
+pub mod delta;
 mod error;
 mod formats;
 mod frame_count;

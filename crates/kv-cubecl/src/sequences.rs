@@ -1,6 +1,6 @@
 //! Checks of the sequences of a batch, for caches of every kind.
 
-use crate::{Result, error::invalid};
+use crate::{Error, Result, error::invalid};
 
 /// Checks that a batch has this sequence; `field` is the name of the argument.
 ///
@@ -39,4 +39,21 @@ pub(crate) fn check_free(field: &'static str, sequence: usize, lens: &[usize]) -
             Err(invalid(field, sequence, rule))
         }
     }
+}
+
+/// Checks that `added` tokens fit into each sequence.
+///
+/// # Errors
+/// [`Error::CapacityExceeded`] for the only sequence of a batch, and [`Error::SequenceFull`] for
+/// one of several.
+pub(crate) fn check_room(lens: &[usize], added: &[usize], capacity: usize) -> Result<()> {
+    for (sequence, (&len, &added)) in lens.iter().zip(added).enumerate() {
+        if len + added > capacity {
+            return Err(match lens.len() {
+                1 => Error::CapacityExceeded { len, added, capacity },
+                _ => Error::SequenceFull { sequence, len, added, capacity },
+            });
+        }
+    }
+    Ok(())
 }

@@ -37,6 +37,7 @@ pub(crate) mod fusion {
     use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
     use crate::{
+        delta::DeltaConfig,
         layout::QuantSpec,
         sparse::{PoolPlan, RowLayout},
     };
@@ -47,6 +48,11 @@ pub(crate) mod fusion {
 
     pub(crate) fn pooled(batch: usize, plan: &PoolPlan) -> TensorSpec {
         TensorSpec::new([batch, plan.entries, plan.width].into(), DType::F32)
+    }
+
+    pub(crate) fn delta_output(mixed: &TensorSpec, config: &DeltaConfig) -> TensorSpec {
+        let [batch, _] = mixed.shape.dims();
+        TensorSpec::new([batch, config.value_channels()].into(), DType::F32)
     }
 
     pub(crate) fn index_scores(query: &TensorSpec, n: usize) -> TensorSpec {

@@ -1,5 +1,6 @@
 //! Gradients: straight through the quantizer, exact through attention.
 
+mod delta;
 mod sparse;
 
 use burn::{

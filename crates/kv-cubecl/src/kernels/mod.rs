@@ -22,6 +22,7 @@
 pub(crate) mod cache;
 pub(crate) mod chunk_attention;
 pub(crate) mod decode_attention;
+pub(crate) mod delta;
 pub(crate) mod hadamard;
 mod layout;
 pub(crate) mod quantize;

@@ -4,7 +4,8 @@
 //! at a time in f32 ([`quantize_group`], [`scaled_group`]), attention is one row at a time in f64
 //! ([`attend_row`]), and the streaming cache is a list of tokens from which a window takes the
 //! oldest ([`StreamOracle`]), not the formulas of [`crate::layout`]. Sparse attention is one token
-//! at a time in f64 ([`CompressorOracle`], [`attend_sparse_row`]). No tensor library.
+//! at a time in f64 ([`CompressorOracle`], [`attend_sparse_row`]), and so is the gated delta rule
+//! ([`DeltaOracle`]). No tensor library.
 //!
 //! Tensors are slices in row-major order with their shape
 //! `[batch, heads, tokens, head_dim]` beside them. Wrong sizes panic.
@@ -21,6 +22,7 @@
 //! ```
 
 mod attention;
+mod delta;
 mod formats;
 mod gradient;
 mod hadamard;
@@ -37,6 +39,7 @@ pub use attention::{
     Row, RowGradients, RowOptions, attend_row, attend_row_backward, attend_row_with,
     causal_attention,
 };
+pub use delta::{DeltaOracle, DeltaOracleWeights, delta_rule_step};
 pub use formats::{
     Numbers, ScaledGroup, fake_quantize_group, numbers, restore_scaled, row_group, scaled_group,
     scaled_group_backward,

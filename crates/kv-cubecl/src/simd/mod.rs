@@ -10,6 +10,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
+mod delta;
 mod hadamard;
 mod index;
 mod rows;
@@ -22,6 +23,7 @@ use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
+pub(crate) use delta::{DeltaToken, delta_token};
 pub(crate) use hadamard::hadamard;
 pub(crate) use index::HeadLanes;
 pub(crate) use rows::{add_rows, score_rows};

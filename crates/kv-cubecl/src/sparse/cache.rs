@@ -10,7 +10,7 @@ use super::{
     RowLayout, Selection, SparseConfig, SparseOps, Stride, compressor::Compressor, span::span,
     store::RowStore,
 };
-use crate::{CacheFloat, Error, Result};
+use crate::{CacheFloat, Error, Result, sequences::check_room};
 
 /// The streaming state of a layer of sparse attention: recent tokens, compressed entries, the keys
 /// of its indexer, and the projections of tokens whose window is not complete. All memory is
@@ -241,16 +241,8 @@ impl SparseCache {
     /// # Errors
     /// [`Error::SequenceFull`] or [`Error::CapacityExceeded`] if they do not fit.
     pub(super) fn call(&self, added: &[usize]) -> Result<Call> {
-        let capacity = self.config.capacity;
+        check_room(&self.lens, added, self.config.capacity)?;
         let pairs = self.lens.iter().zip(added);
-        for (sequence, (&len, &added)) in pairs.clone().enumerate() {
-            if len + added > capacity {
-                return Err(match self.lens.len() {
-                    1 => Error::CapacityExceeded { len, added, capacity },
-                    _ => Error::SequenceFull { sequence, len, added, capacity },
-                });
-            }
-        }
         Ok(Call {
             span: span(&self.lens, added, &self.device()),
             tokens: added.iter().copied().max().unwrap_or(0),

@@ -12,6 +12,10 @@ mod chunks;
 mod common;
 mod config;
 mod counters;
+mod delta;
+#[cfg(feature = "autodiff")]
+mod delta_gradients;
+mod delta_inputs;
 mod envelope;
 mod errors;
 mod extremes;

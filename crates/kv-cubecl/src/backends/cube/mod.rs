@@ -1,6 +1,7 @@
 //! WGPU and CUDA: Burn's CubeCL tensors bound to the kernels.
 
 mod cache;
+mod delta;
 mod sparse;
 mod tensors;
 

@@ -11,6 +11,7 @@ mod cache;
 mod chunk;
 mod coded;
 mod decode;
+mod delta;
 mod rope;
 mod slice;
 mod sparse;
