@@ -117,10 +117,10 @@ impl DecoderLayer for Layer {
         embedding: "embed_in.weight",
         head: "embed_out.weight",
         // Older exports contain masks and rope frequencies.
-        aliases: &[],
         harmless: |name| {
             [".attention.bias", ".masked_bias", ".inv_freq"].iter().any(|end| name.ends_with(end))
         },
+        ..Names::NONE
     };
     const NORM: &'static str = "final_layer_norm";
 

@@ -217,9 +217,10 @@ fn relative(other: &[f32], float: &[f32]) -> f64 {
 }
 
 fn of_layers(steps: &[TwinStep], cache: &ModelCache) -> Vec<TwinLayer> {
-    let layers = cache.layers().iter().enumerate();
-    let layers = layers.map(|(layer, cache)| {
-        let errors = || steps.iter().map(|step| step.layers[layer]);
+    // Recurrent layers show no attention.
+    let attending = cache.layers().iter().enumerate().filter(|(_, cache)| cache.delta().is_none());
+    let layers = attending.enumerate().map(|(nth, (layer, cache))| {
+        let errors = || steps.iter().map(|step| step.layers[nth]);
         let largest = errors().fold(0.0, f64::max);
         let counters = cache.kv().map(|cache| cache.counters()).unwrap_or_default();
         let counters = counters.map(|side| side.map(SideCounters::from));

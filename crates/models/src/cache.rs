@@ -8,7 +8,7 @@ mod slots;
 use burn::tensor::Device;
 use kv_cubecl::{MemoryBytes, RopeTable};
 
-pub(crate) use self::layer::LayerPlan;
+pub(crate) use self::layer::{LayerConfig, LayerPlan};
 pub use self::{
     layer::LayerCache,
     prompt::{Checkpoints, PromptCache},

@@ -26,6 +26,32 @@ pub struct Names {
     pub aliases: &'static [(&'static str, &'static str)],
     /// Returns whether a tensor may be left over because it follows from the configuration.
     pub harmless: fn(&str) -> bool,
+    /// Another prefix in checkpoints that contain more than the language model.
+    pub text_prefix: Option<&'static str>,
+    /// The starts of the names of tensors that the language model does not use, each with what a
+    /// note to the user says of them.
+    pub unused: &'static [(&'static str, &'static str)],
+}
+
+impl Names {
+    /// No names and no exceptions, for `..Names::NONE`.
+    pub const NONE: Self = Self {
+        family: "",
+        prefix: "",
+        layers: "",
+        embedding: "",
+        head: "",
+        aliases: &[],
+        harmless: |_| false,
+        text_prefix: None,
+        unused: &[],
+    };
+
+    /// Returns a name in a file without the prefix that it has.
+    pub(crate) fn without_prefix<'a>(&self, name: &'a str) -> &'a str {
+        let text = self.text_prefix.and_then(|prefix| name.strip_prefix(prefix));
+        text.or(name.strip_prefix(self.prefix)).unwrap_or(name)
+    }
 }
 
 /// The tensors of a checkpoint that is written, on the model's device.
@@ -55,6 +81,9 @@ pub(crate) enum Values {
     Transposed(Matrix),
     /// A matrix that is always written as floats.
     Floats(Matrix),
+    /// The kernel of a convolution of each channel by itself, `[channels, taps]`, which is written
+    /// as floats of shape `[channels, 1, taps]`.
+    Depthwise(Matrix),
     /// The matrices of experts, which are quantized to MXFP4 or written transposed.
     Experts(Vec<Matrix>, RowOrder),
 }
@@ -90,6 +119,10 @@ impl Values {
             Self::Integers(numbers) => numbers.dims().to_vec(),
             Self::Rows(matrix, rows) => vec![rows.len(), matrix.dims()[1]],
             Self::Floats(matrix) => matrix.dims().to_vec(),
+            Self::Depthwise(matrix) => {
+                let [channels, taps] = matrix.dims();
+                vec![channels, 1, taps]
+            }
             Self::Transposed(matrix) => {
                 let [rows, columns] = matrix.dims();
                 vec![columns, rows]
@@ -111,6 +144,7 @@ impl Values {
             Self::Rows(matrix, rows) => matrix.rows(rows.start, rows.len()).detach().try_to_data(),
             Self::Transposed(matrix) => matrix.val().detach().transpose().try_to_data(),
             Self::Floats(matrix) => matrix.val().detach().try_to_data(),
+            Self::Depthwise(matrix) => matrix.val().detach().unsqueeze_dim::<3>(1).try_to_data(),
             Self::Experts(matrices, order) => {
                 let transposed =
                     matrices.iter().map(|matrix| order.of(matrix.val().detach()).transpose());
@@ -137,7 +171,9 @@ impl Values {
         match self {
             Self::Vector(_) | Self::Vectors(_) | Self::Integers(_) => Ok(vec![self.data()?]),
             Self::Rows(matrix, rows) => Ok(vec![matrix.sample(rows.clone())?]),
-            Self::Transposed(matrix) | Self::Floats(matrix) => Ok(vec![whole(matrix)?]),
+            Self::Transposed(matrix) | Self::Floats(matrix) | Self::Depthwise(matrix) => {
+                Ok(vec![whole(matrix)?])
+            }
             Self::Experts(matrices, _) => {
                 let ends = matrices.first().into_iter().chain(matrices.last());
                 ends.map(whole).collect()
@@ -222,6 +258,11 @@ impl Exports {
     /// Adds a matrix that is never quantized under its full name, which need not end in `.weight`.
     pub fn table(&mut self, name: &str, matrix: &Matrix) {
         self.push(name.into(), Values::Floats(matrix.clone()));
+    }
+
+    /// Adds the kernel of a convolution of each channel by itself, `[channels, taps]`.
+    pub fn depthwise(&mut self, name: &str, kernel: &Matrix) {
+        self.push(name.into(), Values::Depthwise(kernel.clone()));
     }
 
     /// Adds a table of whole numbers.

@@ -3,11 +3,11 @@
 use std::fmt;
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory};
+use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory, delta::DeltaMemory};
 use tracing::{trace, trace_span};
 
 use crate::{
-    cache::{LayerCache, ModelCache},
+    cache::{LayerCache, LayerConfig, ModelCache},
     cache_config::ModelCacheConfig,
     nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows, SparsePlace},
     spans::{LAYER, OPERATION},
@@ -136,9 +136,12 @@ impl Pass<'_> {
             Self::Parallel { spec, config, fake_quant, observer } => {
                 let (config, fake_quant) = (config.layer(spec, index), *fake_quant);
                 let options = spec.layers[index].options;
-                let memory = match spec.layers[index].sparse_config(&config) {
-                    Some(config) => Memory::from(SparsePlace::Parallel(config)),
-                    None => KvMemory::Parallel { config, fake_quant, options }.into(),
+                let memory = match LayerConfig::new(&spec.layers[index], &config) {
+                    LayerConfig::Kv(config) => {
+                        KvMemory::Parallel { config, fake_quant, options }.into()
+                    }
+                    LayerConfig::Sparse(config) => SparsePlace::Parallel(config).into(),
+                    LayerConfig::Delta(config) => Memory::from(DeltaMemory::Parallel(config)),
                 };
                 match observer {
                     Some(observe) => memory.shown_to(&mut **observe, index, options),
@@ -148,6 +151,7 @@ impl Pass<'_> {
             Self::Cached(cache) => match &mut cache.layers[index] {
                 LayerCache::Kv(cache) => KvMemory::Cached(cache).into(),
                 LayerCache::Sparse(cache) => SparsePlace::Cached(cache).into(),
+                LayerCache::Delta(state) => DeltaMemory::Cached(state).into(),
             },
             Self::Observed { cache, observer } => {
                 let (memory, options) = match &mut cache.layers[index] {
@@ -158,16 +162,21 @@ impl Pass<'_> {
                     LayerCache::Sparse(cache) => {
                         (SparsePlace::Cached(cache).into(), AttentionOptions::default())
                     }
+                    LayerCache::Delta(state) => {
+                        (DeltaMemory::Cached(state).into(), AttentionOptions::default())
+                    }
                 };
                 memory.shown_to(&mut **observer, index, options)
             }
             Self::Ragged { cache, tokens } => match &mut cache.layers[index] {
                 LayerCache::Kv(cache) => KvMemory::Ragged(cache, tokens).into(),
                 LayerCache::Sparse(cache) => SparsePlace::Ragged(cache, tokens).into(),
+                LayerCache::Delta(state) => DeltaMemory::Ragged(state, tokens).into(),
             },
             Self::At { cache, position, .. } => match &mut cache.layers[index] {
                 LayerCache::Kv(cache) => KvMemory::At(cache, position).into(),
                 LayerCache::Sparse(cache) => SparsePlace::At(cache, position).into(),
+                LayerCache::Delta(state) => DeltaMemory::At(state, position).into(),
             },
         }
     }

@@ -11,6 +11,7 @@ use crate::{
     gpt_oss::GptOss,
     gpt2::Gpt2,
     llama::Llama,
+    qwen3_5::Qwen35,
     qwen3_moe::Qwen3Moe,
 };
 
@@ -21,6 +22,7 @@ static BUILT_IN: &[&dyn Family] = &[
     GptOss::FAMILY,
     DeepseekV4::FAMILY,
     Qwen3Moe::FAMILY,
+    Qwen35::FAMILY,
 ];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 

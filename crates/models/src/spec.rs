@@ -2,7 +2,8 @@
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
+    AttentionOptions, CacheFloat, CacheShape, KvCacheConfig, KvFormat, Sides,
+    delta::DeltaConfig,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,8 @@ pub struct LayerSpec {
     pub key_bias: bool,
     /// Sparse attention to one row per token and to compressed entries; `None` for keys and values.
     pub sparse: Option<SparseLayer>,
+    /// A recurrent state instead of a cache; `None` for a layer of attention.
+    pub delta: Option<DeltaConfig>,
 }
 
 /// The attention of a layer, in a model that has layers of both kinds.
@@ -109,6 +112,7 @@ impl LayerSpec {
             rope: None,
             key_bias: false,
             sparse: None,
+            delta: None,
         }
     }
 
@@ -140,6 +144,28 @@ impl LayerSpec {
     #[must_use]
     pub fn with_sparse(self, sparse: SparseLayer) -> Self {
         Self { sparse: Some(sparse), ..self }
+    }
+
+    /// Describes a layer of the gated delta rule, which has a state of this kind and no cache.
+    pub fn recurrent(delta: DeltaConfig) -> Self {
+        let layer = Self::new(delta.n_value_heads, delta.n_key_heads, delta.head_dim);
+        Self { delta: Some(delta), ..layer }
+    }
+
+    /// Returns whether the layer has a cache, which a policy describes.
+    pub const fn has_cache(&self) -> bool {
+        self.delta.is_none()
+    }
+
+    /// Returns the state of a recurrent layer for the capacity and the float type of `config`;
+    /// `None` for a layer with a cache. The state is bf16 if floats are, and otherwise f32, because
+    /// f16 has too small a range.
+    pub fn delta_config(&self, config: &KvCacheConfig) -> Option<DeltaConfig> {
+        let float = match config.float {
+            CacheFloat::Bf16 => CacheFloat::Bf16,
+            _ => CacheFloat::F32,
+        };
+        Some(self.delta?.with_float(float).with_capacity(config.capacity))
     }
 
     /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the
@@ -298,14 +324,19 @@ impl ModelSpec {
         Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
     }
 
-    /// Returns the attention of layer `index`; `None` if all layers of the model are of one kind.
+    /// Returns the attention of layer `index`; `None` for a recurrent layer, and if all layers of
+    /// attention are of one kind.
     ///
     /// # Panics
     /// Panics when the model has no such layer.
     pub fn attention_kind(&self, index: usize) -> Option<AttentionKind> {
+        if !self.layers[index].has_cache() {
+            return None;
+        }
         let slides = |layer: &LayerSpec| layer.sliding_window.is_some();
         let slides_here = slides(&self.layers[index]);
-        let mixed = self.layers.iter().any(|layer| slides(layer) != slides_here);
+        let mut attending = self.layers.iter().filter(|layer| layer.has_cache());
+        let mixed = attending.any(|layer| slides(layer) != slides_here);
         mixed.then_some(match slides_here {
             true => AttentionKind::Sliding,
             false => AttentionKind::Global,

@@ -24,8 +24,7 @@ const NAMES: Names = Names {
     layers: "transformer.blocks.",
     embedding: "proj_in.weight",
     head: "proj_out.proj.weight",
-    aliases: &[],
-    harmless: |_| false,
+    ..Names::NONE
 };
 
 /// The names in written files.

@@ -143,20 +143,22 @@ impl SearchPlan {
         LayerRule::new(layers, Stores::Format { side: Some(side), format, hadamard })
     }
 
-    /// Returns the policy of an assignment. Cells are the keys and the values of each layer.
-    fn policy(&self, assignment: &[usize]) -> ModelCacheConfig {
+    /// Returns the policy of an assignment. Cells are the keys and the values of each layer; those
+    /// of recurrent layers, which have no cache, do not matter.
+    fn policy(&self, spec: &ModelSpec, assignment: &[usize]) -> ModelCacheConfig {
         let choices = self.choices();
+        let n_caches = spec.layers.iter().filter(|layer| layer.has_cache()).count();
         let mut policy = ModelCacheConfig::from(self.base);
         for (which, side) in Side::BOTH.into_iter().enumerate() {
             for (choice, &format) in choices.iter().enumerate() {
                 let cells = assignment.iter().skip(which).step_by(2).enumerate();
                 let layers: Vec<usize> = cells
-                    .filter(|&(_, &chosen)| chosen == choice)
+                    .filter(|&(layer, &chosen)| chosen == choice && spec.layers[layer].has_cache())
                     .map(|(layer, _)| layer)
                     .collect();
                 let own = format == self.base.format(side);
                 if !layers.is_empty() && !own {
-                    let all = layers.len() * 2 == assignment.len();
+                    let all = layers.len() == n_caches;
                     let layers = if all { Layers::all() } else { Layers::runs(layers) };
                     policy = policy.with_rule(self.rule(layers, side, format));
                 }
@@ -170,30 +172,34 @@ impl SearchPlan {
         let layers = spec.layers.iter().map(|layer| layer.with_sliding_window(None)).collect();
         let plain = ModelSpec::new(spec.vocab_size, spec.hidden_size, spec.max_positions, layers);
         let assignment = [keys, values].repeat(spec.layers.len());
-        let cache = self.policy(&assignment).layers(&plain).next()?;
+        let cache = self.policy(&plain, &assignment).layers(&plain).next()?;
         Some(cache.into())
     }
 
     /// Returns the policy with one choice of one cell, and the rest in float.
-    fn single(&self, n_cells: usize, cell: usize, choice: usize) -> ModelCacheConfig {
-        let mut assignment = vec![0; n_cells];
+    fn single(&self, spec: &ModelSpec, cell: usize, choice: usize) -> ModelCacheConfig {
+        let mut assignment = vec![0; 2 * spec.layers.len()];
         assignment[cell] = choice;
-        self.policy(&assignment)
+        self.policy(spec, &assignment)
     }
 
     /// Returns the bytes of the float cache, and of every choice of each cell, with costs of 0.
     fn cells(&self, spec: &ModelSpec) -> Result<(usize, Vec<Vec<Choice>>)> {
         let n_cells = 2 * spec.layers.len();
-        let (float_bytes, of_layers) = bytes(spec, &self.policy(&vec![0; n_cells]))?;
+        let (float_bytes, of_layers) = bytes(spec, &self.policy(spec, &vec![0; n_cells]))?;
         // The bytes that a choice saves do not depend on the other side of the layer.
         let mut cells: Vec<Vec<Choice>> = of_layers
             .iter()
-            .flat_map(|&layer| [layer / 2, layer.div_ceil(2)])
-            .map(|bytes| vec![Choice { bytes, cost: 0.0 }; self.choices().len()])
+            .zip(&spec.layers)
+            .flat_map(|(&bytes, layer)| [(bytes / 2, layer), (bytes.div_ceil(2), layer)])
+            .map(|(bytes, layer)| {
+                let n_choices = if layer.has_cache() { self.choices().len() } else { 1 };
+                vec![Choice { bytes, cost: 0.0 }; n_choices]
+            })
             .collect();
         for (cell, of_cell) in cells.iter_mut().enumerate() {
             for (choice, at) in of_cell.iter_mut().enumerate().skip(1) {
-                let (all, _) = bytes(spec, &self.single(n_cells, cell, choice))?;
+                let (all, _) = bytes(spec, &self.single(spec, cell, choice))?;
                 at.bytes = (at.bytes + all).saturating_sub(float_bytes);
             }
         }
@@ -215,7 +221,7 @@ impl SearchPlan {
         }
         let n_layers = model.n_layers();
         for choice in 1..self.choices().len() {
-            self.policy(&vec![choice; 2 * n_layers]).validate(model)?;
+            self.policy(model.spec(), &vec![choice; 2 * n_layers]).validate(model)?;
         }
         Ok(())
     }
@@ -246,7 +252,7 @@ pub fn search<T: Target>(
     let (choices, n_cells) = (plan.choices(), 2 * spec.layers.len());
     let (float_bytes, mut cells) = plan.cells(spec)?;
     let parts: Vec<(usize, usize)> = (0..n_cells)
-        .flat_map(|cell| (1..choices.len()).map(move |choice| (cell, choice)))
+        .flat_map(|cell| (1..cells[cell].len()).map(move |choice| (cell, choice)))
         .collect();
     let uniform = uniforms(plan, spec)?;
     let mut others = alike::alike(spec, plan.base.capacity, plan.bytes)?;
@@ -260,14 +266,14 @@ pub fn search<T: Target>(
         done += 1;
         progress(SearchProgress { done, of })
     };
-    let single = |&(cell, choice): &(usize, usize)| plan.single(n_cells, cell, choice);
+    let single = |&(cell, choice): &(usize, usize)| plan.single(spec, cell, choice);
     let policies: Vec<_> = parts.iter().map(single).chain(others.iter().cloned()).collect();
     let (_, mut scores) = measure(device, model, &plan.seen, &policies, &mut step)?;
     let mut others: Vec<_> = others.into_iter().zip(scores.split_off(parts.len())).collect();
     others.sort_by(|(_, a), (_, b)| a.kl.total_cmp(&b.kl));
     let sensitivities = sensitivities(&parts, scores, &choices, &mut cells);
 
-    let policy = plan.policy(&fitting(plan, spec, &cells)?).with_name(&plan.name)?;
+    let policy = plan.policy(spec, &fitting(plan, spec, &cells)?).with_name(&plan.name)?;
     let best = others.iter().take(BEST).map(|(cache, _)| cache.clone());
     let caches: Vec<_> = [policy.clone()].into_iter().chain(uniform).chain(best).collect();
     let (float_seen, seen) = measure(device, model, &plan.seen, &caches, &mut step)?;
@@ -326,7 +332,7 @@ fn fitting(plan: &SearchPlan, spec: &ModelSpec, cells: &[Vec<Choice>]) -> Result
         let chosen = front::within(cells, allowed);
         let rule = "no policy of these formats fits";
         let chosen = chosen.ok_or_else(|| Error::plan("bytes", plan.bytes, rule))?;
-        let (all, _) = bytes(spec, &plan.policy(&chosen))?;
+        let (all, _) = bytes(spec, &plan.policy(spec, &chosen))?;
         let Some(excess) = all.checked_sub(plan.bytes).filter(|&excess| excess > 0) else {
             return Ok(chosen);
         };

@@ -1,5 +1,6 @@
 //! [`LayerCache`]: the cache of one layer, of whatever kind, and how it is saved.
 
+mod delta;
 mod kv;
 mod part;
 mod plan;
@@ -8,6 +9,7 @@ mod sparse;
 use burn::tensor::{Device, TensorData};
 use kv_cubecl::{
     AttentionOptions, CacheShape, KvCache, KvCacheConfig, MemoryBytes,
+    delta::DeltaState,
     sparse::{SparseCache, SparseConfig},
 };
 
@@ -27,6 +29,8 @@ pub enum LayerCache {
     Kv(KvCache),
     /// Recent tokens and compressed entries, for sparse attention.
     Sparse(SparseCache),
+    /// The recurrent state of a layer of the gated delta rule.
+    Delta(DeltaState),
 }
 
 /// Evaluates an expression for the cache of any kind.
@@ -35,6 +39,7 @@ macro_rules! each {
         match $layer {
             LayerCache::Kv($cache) => $result,
             LayerCache::Sparse($cache) => $result,
+            LayerCache::Delta($cache) => $result,
         }
     };
 }
@@ -44,7 +49,7 @@ impl LayerCache {
     pub fn kv(&self) -> Option<&KvCache> {
         match self {
             Self::Kv(cache) => Some(cache),
-            Self::Sparse(_) => None,
+            Self::Sparse(_) | Self::Delta(_) => None,
         }
     }
 
@@ -53,7 +58,15 @@ impl LayerCache {
     pub fn sparse(&self) -> Option<&SparseCache> {
         match self {
             Self::Sparse(cache) => Some(cache),
-            Self::Kv(_) => None,
+            Self::Kv(_) | Self::Delta(_) => None,
+        }
+    }
+
+    /// Returns the state of a recurrent layer; `None` for another layer.
+    pub fn delta(&self) -> Option<&DeltaState> {
+        match self {
+            Self::Delta(state) => Some(state),
+            Self::Kv(_) | Self::Sparse(_) => None,
         }
     }
 
@@ -78,11 +91,13 @@ impl LayerCache {
     }
 
     /// Returns the allocated bytes, by part. A layer with sparse attention counts compressed
-    /// entries as values, the keys of its indexer as keys, and everything else as floats.
+    /// entries as values, the keys of its indexer as keys, and everything else as floats, as is the
+    /// state of a recurrent layer.
     pub fn memory_bytes(&self) -> MemoryBytes {
         match self {
             Self::Kv(cache) => cache.memory_bytes(),
             Self::Sparse(cache) => sparse::memory_bytes(cache.memory_bytes()),
+            Self::Delta(state) => delta::memory_bytes(state.memory_bytes()),
         }
     }
 
@@ -92,6 +107,7 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => cache.layout().bytes_read(context),
             Self::Sparse(cache) => sparse::bytes_read(cache.config(), cache.lens().len(), context),
+            Self::Delta(state) => state.memory_bytes(),
         }
     }
 
@@ -102,8 +118,8 @@ impl LayerCache {
     pub(super) fn count_restored(&mut self) {
         match self {
             Self::Kv(cache) => cache.count_restored(),
-            // Sparse attention reads codes in place.
-            Self::Sparse(_) => {}
+            // Sparse attention reads codes in place, and a state has none.
+            Self::Sparse(_) | Self::Delta(_) => {}
         }
     }
 
@@ -111,6 +127,7 @@ impl LayerCache {
         Ok(match self {
             Self::Kv(cache) => Self::Kv(cache.select(sequences)?),
             Self::Sparse(cache) => Self::Sparse(cache.select(sequences)?),
+            Self::Delta(state) => Self::Delta(state.select(sequences)?),
         })
     }
 
@@ -119,9 +136,13 @@ impl LayerCache {
         if let Some(kv) = kv {
             return Ok(Self::Kv(KvCache::join(&kv)?));
         }
-        let sparse: Option<Vec<_>> = caches.map(|cache| cache.sparse().cloned()).collect();
-        match sparse {
-            Some(sparse) => Ok(Self::Sparse(SparseCache::join(&sparse)?)),
+        let sparse: Option<Vec<_>> = caches.clone().map(|cache| cache.sparse().cloned()).collect();
+        if let Some(sparse) = sparse {
+            return Ok(Self::Sparse(SparseCache::join(&sparse)?));
+        }
+        let states: Option<Vec<_>> = caches.map(|cache| cache.delta().cloned()).collect();
+        match states {
+            Some(states) => Ok(Self::Delta(DeltaState::join(&states)?)),
             None => Err(other_kind("join")),
         }
     }
@@ -134,6 +155,7 @@ impl LayerCache {
         match (self, other) {
             (Self::Kv(cache), Self::Kv(other)) => Ok(cache.admit(sequence, other)?),
             (Self::Sparse(cache), Self::Sparse(other)) => Ok(cache.admit(sequence, other)?),
+            (Self::Delta(state), Self::Delta(other)) => Ok(state.admit(sequence, other)?),
             _ => Err(other_kind("admit")),
         }
     }
@@ -155,7 +177,7 @@ impl LayerCache {
         let lost = self.shortest(sequence).is_ok_and(|shortest| len < shortest);
         match self {
             Self::Kv(_) => lost,
-            Self::Sparse(_) => lost && len > 0,
+            Self::Sparse(_) | Self::Delta(_) => lost && len > 0,
         }
     }
 
@@ -181,6 +203,7 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => cache.cut_back(sequence, len).map(|_| ())?,
             Self::Sparse(cache) => cache.truncate(sequence, len)?,
+            Self::Delta(state) => state.truncate(sequence, len)?,
         }
         Ok(())
     }
@@ -189,6 +212,7 @@ impl LayerCache {
         Ok(match self {
             Self::Kv(cache) => Self::Kv(cache.resized(capacity)?),
             Self::Sparse(cache) => Self::Sparse(cache.resized(capacity)?),
+            Self::Delta(state) => Self::Delta(state.resized(capacity)?),
         })
     }
 
@@ -196,7 +220,8 @@ impl LayerCache {
     pub(super) fn fits(&self, layer: &LayerSpec, batch: usize) -> bool {
         match self {
             Self::Kv(cache) => {
-                layer.sparse.is_none() && cache.layout().shape() == layer.cache_shape(batch)
+                let kv = layer.sparse.is_none() && layer.has_cache();
+                kv && cache.layout().shape() == layer.cache_shape(batch)
             }
             Self::Sparse(cache) => {
                 let float = KvCacheConfig::float().with_sliding_window(layer.sliding_window);
@@ -207,6 +232,12 @@ impl LayerCache {
                 };
                 cache.lens().len() == batch
                     && asked.is_some_and(|asked| sizes(&asked) == sizes(cache.config()))
+            }
+            Self::Delta(state) => {
+                let own = state.config();
+                let asked = layer.delta;
+                let asked = asked.map(|it| it.with_float(own.float).with_capacity(own.capacity));
+                state.lens().len() == batch && asked.as_ref() == Some(own)
             }
         }
     }
@@ -224,6 +255,14 @@ impl LayerCache {
                 shape: CacheShape::new(cache.lens().len(), 1, cache.config().head_dim),
                 options: AttentionOptions::default(),
             },
+            Self::Delta(state) => {
+                let config = *state.config();
+                LayerPlan {
+                    config: LayerConfig::Delta(config),
+                    shape: CacheShape::new(state.lens().len(), config.n_key_heads, config.head_dim),
+                    options: AttentionOptions::default(),
+                }
+            }
         }
     }
 
@@ -232,6 +271,7 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => kv::into_data(cache),
             Self::Sparse(cache) => sparse::into_data(&cache),
+            Self::Delta(state) => delta::into_data(&state),
         }
     }
 
@@ -240,6 +280,8 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => kv::checkpoint(cache),
             Self::Sparse(cache) => sparse::checkpoint(cache),
+            // A state loses all that it was.
+            Self::Delta(state) => delta::into_data(state),
         }
     }
 
@@ -249,6 +291,10 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => Ok(Self::Kv(kv::at_checkpoint(cache, len, kept)?)),
             Self::Sparse(cache) => Ok(Self::Sparse(sparse::at_checkpoint(cache, len, kept)?)),
+            Self::Delta(state) => {
+                let (config, device) = (state.config(), state.device());
+                Ok(Self::Delta(delta::restore(config, vec![len], kept.to_vec(), &device)?))
+            }
         }
     }
 }

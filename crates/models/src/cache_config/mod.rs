@@ -6,6 +6,7 @@ mod nearest;
 mod presets;
 mod rule;
 mod text;
+mod validate;
 
 use kv_cubecl::{KvCacheConfig, KvFormat, Side};
 
@@ -344,65 +345,6 @@ impl ModelCacheConfig {
             }
             others => vec![others],
         })
-    }
-
-    /// Checks that the policy fits `model`.
-    ///
-    /// # Errors
-    /// Fails for a rule without a layer or with a layer that the model does not have, for a start
-    /// in layers that all have their own sliding window and so keep no sinks, and for a cache that
-    /// does not fit the heads of a layer.
-    pub fn validate(&self, model: impl AsRef<ModelSpec>) -> Result<()> {
-        let spec = model.as_ref();
-        let n = spec.layers.len();
-        for (i, rule) in self.rules.iter().enumerate() {
-            self.check_rule(i, n)?;
-            if matches!(rule.stores, Stores::Start(1..)) && rule.lacks_sinks(spec, self.n_layers) {
-                return Err(Error::Rule {
-                    field: format!("rules[{i}]"),
-                    value: rule.to_string(),
-                    rule: "all of its layers have their own sliding window and keep no sinks"
-                        .into(),
-                });
-            }
-        }
-        for (i, layer) in spec.layers.iter().enumerate() {
-            let (own, stored) = (self.ruled(Place::new(spec, i)), self.layer(spec, i));
-            if layer.sparse.is_some() {
-                if layer.sliding_window.is_none() {
-                    let rule = format!("layer {i} has sparse attention, which needs one");
-                    return Err(Error::argument("sliding_window", "none", rule));
-                }
-                if own.hadamard_keys || own.hadamard_values {
-                    let why = format!(
-                        "layer {i} has sparse attention, which stores rows without a Hadamard \
-                         transform"
-                    );
-                    return Err(Error::unsupported(format!("the cache {own}"), why));
-                }
-            }
-            let fits =
-                own.validate(layer.head_dim).and_then(|()| match layer.sparse_config(&stored) {
-                    Some(sparse) => sparse.validate(),
-                    None => stored.validate(layer.head_dim),
-                });
-            fits.map_err(|error| self.in_rule(i, spec, error))?;
-        }
-        Ok(())
-    }
-
-    /// Adds the last rule of a layer to an error of its cache, unless there is only one rule.
-    fn in_rule(&self, index: usize, spec: &ModelSpec, error: kv_cubecl::Error) -> Error {
-        let place = Place::new(spec, index);
-        let last = self.rules.iter().rposition(|rule| rule.is_for(place, self.n_layers));
-        match last.filter(|_| self.rules.len() > 1) {
-            None => error.into(),
-            Some(last) => Error::Rule {
-                field: format!("rules[{last}]"),
-                value: self.rules[last].stores.to_string(),
-                rule: format!("gives layer {index} the cache {}: {error}", self.ruled(place)),
-            },
-        }
     }
 }
 

@@ -1,16 +1,32 @@
 //! Modules that importers take from a checkpoint.
 
-use burn::tensor::TensorData;
+use burn::{
+    module::Param,
+    tensor::{Tensor, TensorData},
+};
 
 use super::weights::Weights;
 use crate::{
-    error::Result,
+    error::{Error, Result},
+    exports::Names,
     model::LanguageModel,
-    nn::{Embedding, LayerNorm, Linear, QkNorms, RmsNorm},
+    nn::{Embedding, LayerNorm, Linear, Matrix, QkNorms, RmsNorm},
     spec::ModelSpec,
 };
 
 impl Weights {
+    /// Removes tensors that the language model does not use, and notes how many.
+    pub(super) fn forget_unused(&mut self, names: &Names) {
+        for (start, what) in names.unused {
+            let all = self.tensors.len();
+            self.tensors.retain(|name, _| !name.starts_with(start));
+            let unused = all - self.tensors.len();
+            if unused > 0 {
+                self.notes.push(format!("{unused} tensors {start}* are not read: those {what}"));
+            }
+        }
+    }
+
     /// Takes a projection whose rows are the rows of `parts` in order. Each part is the name of a
     /// module and a number of rows.
     ///
@@ -83,6 +99,42 @@ impl Weights {
         }
         let data = TensorData::new(gamma, [width]).convert_dtype(self.dtype);
         Ok(RmsNorm { gamma: self.param(data), epsilon, plus_one: true })
+    }
+
+    /// Takes the kernel of a convolution of each channel by itself by its full name. Its shape is
+    /// `[channels, taps]`, or `[channels, 1, taps]` in Hugging Face files.
+    ///
+    /// # Errors
+    /// Fails as [`linear`](Self::linear) does.
+    pub fn depthwise(&mut self, name: &str, [channels, taps]: [usize; 2]) -> Result<Matrix> {
+        if let Some(entry) = self.tensors.get_mut(name)
+            && entry.tensor.shape[..] == [channels, 1, taps]
+        {
+            entry.tensor.shape = [channels, taps].into();
+        }
+        let parts = [(name.to_string(), channels)];
+        if self.is_outline() {
+            return Ok(self.list_joined::<2>(&parts, &[taps])?.into());
+        }
+        let data = self.join(&parts, &[taps])?;
+        Ok(self.param(data).into())
+    }
+
+    /// Takes numbers that are stored as negated exponentials, as the rates of decay in GGUF files.
+    ///
+    /// # Errors
+    /// Fails as [`linear`](Self::linear) does, and for a number that is not below 0.
+    pub(crate) fn negated_exponentials(
+        &mut self,
+        name: &str,
+        len: usize,
+    ) -> Result<Param<Tensor<1>>> {
+        let numbers: Vec<f32> = self.floats(name, len)?.into_iter().map(|x| (-x).ln()).collect();
+        if let Some(at) = numbers.iter().position(|x| !x.is_finite()) {
+            let why = format!("element {at} must be below 0");
+            return Err(Error::Tensor { path: self.path.clone(), tensor: name.into(), why });
+        }
+        Ok(self.param(TensorData::new(numbers, [len]).convert_dtype(self.dtype)))
     }
 
     /// Takes the norms of query and key heads by these names.

@@ -195,11 +195,12 @@ impl Weights {
         self.names = Some(names);
         self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
         for (name, entry) in std::mem::take(&mut self.tensors) {
-            let stripped = name.strip_prefix(prefix).unwrap_or(&name);
+            let stripped = names.without_prefix(&name);
             let own = replaced(stripped, names.aliases.iter().copied());
             self.aliased |= own.is_some();
             self.add(own.unwrap_or_else(|| stripped.into()), entry)?;
         }
+        self.forget_unused(names);
         let first_layer = format!("{layers}0.");
         let known = |name: &String| name == embedding || name.starts_with(&first_layer);
         if !self.tensors.keys().any(known) {
@@ -312,7 +313,7 @@ impl Weights {
             return Ok(matrix);
         }
         parts.iter().for_each(|(name, _)| self.count_restored(name));
-        let data = self.joined(parts, &[columns])?;
+        let data = self.join(parts, &[columns])?;
         Ok(self.param(data).into())
     }
 
@@ -320,12 +321,12 @@ impl Weights {
         if self.is_outline() {
             return self.list_joined(parts, &[]);
         }
-        let data = self.joined(parts, &[])?;
+        let data = self.join(parts, &[])?;
         Ok(self.param(data))
     }
 
     /// Takes tensors with these numbers of rows and joins them; `row` is the shape of a row.
-    fn joined(&mut self, parts: &[(String, usize)], row: &[usize]) -> Result<TensorData> {
+    pub(super) fn join(&mut self, parts: &[(String, usize)], row: &[usize]) -> Result<TensorData> {
         let shape = |rows: usize| [&[rows], row].concat();
         with_float!(
             self.dtype,

@@ -8,10 +8,10 @@ pub(super) const NAMES: Names = Names {
     layers: "h.",
     embedding: "wte.weight",
     head: "lm_head.weight",
-    aliases: &[],
     // Older exports store the causal mask, as `h.0.attn.bias`, and its mask value. Biases of
     // projections have names such as `h.0.attn.c_attn.bias`.
     harmless: |name| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"),
+    ..Names::NONE
 };
 
 pub(super) const GGUF: GgufNames = GgufNames {

@@ -170,7 +170,7 @@ impl Config {
     /// Returns the fraction of a head that rope covers. Readers multiply it by `head_dim` and round
     /// down, and their parser may change its last digit; the fraction then still gives
     /// `rotary_dim`.
-    fn rotary_factor(&self) -> f64 {
+    pub(crate) fn rotary_factor(&self) -> f64 {
         let head_dim = self.head_dim() as f64;
         let exact = self.rotary_dim as f64 / head_dim;
         let found = |factor: f64| (factor * head_dim) as usize == self.rotary_dim;

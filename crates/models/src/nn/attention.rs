@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, fmt};
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     AttentionOptions, KvMemory, RopeTable,
+    delta::DeltaMemory,
     sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
 use tracing::{span::EnteredSpan, trace_span};
@@ -95,6 +96,8 @@ enum Stored<'a> {
     Kv(KvMemory<'a>),
     /// Rows of recent tokens and compressed entries.
     Sparse(SparsePlace<'a>),
+    /// A recurrent state.
+    Delta(DeltaMemory<'a>),
 }
 
 /// The access of a layer of sparse attention to earlier tokens.
@@ -116,6 +119,10 @@ impl<'a> Stored<'a> {
             Self::Kv(kv) => Ok(kv),
             Self::Sparse(_) => {
                 let why = "the layer's memory holds rows and entries; use Memory::sparse";
+                Err(Error::unsupported("attention to keys and values", why))
+            }
+            Self::Delta(_) => {
+                let why = "the layer's memory is a recurrent state; use Memory::delta";
                 Err(Error::unsupported("attention to keys and values", why))
             }
         }
@@ -190,6 +197,12 @@ impl<'a> From<SparsePlace<'a>> for Memory<'a> {
     }
 }
 
+impl<'a> From<DeltaMemory<'a>> for Memory<'a> {
+    fn from(delta: DeltaMemory<'a>) -> Self {
+        Self { stored: Stored::Delta(delta), sink_logits: None, observer: None }
+    }
+}
+
 impl<'a> Memory<'a> {
     /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the
     /// denominator of the softmax that adds no value.
@@ -200,7 +213,11 @@ impl<'a> Memory<'a> {
 
     /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
     pub fn is_captured(&self) -> bool {
-        matches!(self.stored, Stored::Kv(KvMemory::At(..)) | Stored::Sparse(SparsePlace::At(..)))
+        match &self.stored {
+            Stored::Kv(kv) => matches!(kv, KvMemory::At(..)),
+            Stored::Sparse(sparse) => matches!(sparse, SparsePlace::At(..)),
+            Stored::Delta(delta) => matches!(delta, DeltaMemory::At(..)),
+        }
     }
 
     /// Passes the attention of this layer to `observe`.
@@ -241,6 +258,21 @@ impl<'a> Memory<'a> {
         })
     }
 
+    /// Returns the state of a recurrent layer. Observers see nothing of it, because it is not
+    /// attention.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for a layer that has a cache.
+    pub fn delta(self) -> Result<DeltaMemory<'a>> {
+        match self.stored {
+            Stored::Delta(delta) => Ok(delta),
+            _ => {
+                let why = "the layer's memory is a cache; set delta in its LayerSpec";
+                Err(Error::unsupported("the gated delta rule", why))
+            }
+        }
+    }
+
     /// Enters the operation that attends with `seq` new tokens, until the end of the scope. Its
     /// bytes are the cache with these tokens, each once, as if all sequences were as long as the
     /// longest.
@@ -250,7 +282,7 @@ impl<'a> Memory<'a> {
                 let most = cache.lens().iter().copied().max().unwrap_or(0);
                 cache.layout().bytes_read((most + seq).min(cache.capacity()))
             }
-            Stored::Kv(_) | Stored::Sparse(_) => 0,
+            Stored::Kv(_) | Stored::Sparse(_) | Stored::Delta(_) => 0,
         };
         trace_span!(target: OPERATION, "attend", bytes = bytes() as u64).entered()
     }

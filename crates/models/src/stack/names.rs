@@ -9,11 +9,11 @@ pub(crate) const LLAMA_NAMES: Names = Names {
     layers: "layers.",
     embedding: "embed_tokens.weight",
     head: "lm_head.weight",
-    aliases: &[],
     // Older exports store the rope frequencies, which follow from the configuration.
     harmless: |name| {
         name.ends_with("rotary_emb.inv_freq") || name.ends_with("attn_rot_embd.weight")
     },
+    ..Names::NONE
 };
 
 /// The GGUF names of the tensors outside the layers, for families that use [`LLAMA_NAMES`].

@@ -158,6 +158,19 @@ impl<'a> LayerSource<'a> {
         }
     }
 
+    /// Builds the kernel of a convolution of each channel by itself, `[channels, taps]`; Hugging
+    /// Face files have `[channels, 1, taps]`. Random weights have variance `1 / taps`.
+    ///
+    /// # Errors
+    /// Fails as [`Weights::linear`] does.
+    pub fn depthwise(&mut self, name: &str, shape: [usize; 2]) -> Result<Matrix> {
+        let name = self.name(name);
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.depthwise(&name, shape),
+            Origin::Random(device) => Ok(init::normal(shape, 1.0, device)),
+        }
+    }
+
     /// Builds a table of whole numbers from 0 up to, but not including, `end`, which is not a
     /// parameter. Without a checkpoint, `number` returns the number at a row and a column.
     ///
@@ -197,7 +210,13 @@ impl<'a> LayerSource<'a> {
     /// Builds a norm whose gains are stored less 1.
     pub(crate) fn norm_plus_one(&mut self, name: &str, width: usize) -> Result<RmsNorm> {
         let (name, epsilon) = (self.name(name), self.epsilon);
-        self.weights()?.rms_norm_plus_one(&name, width, epsilon)
+        match &mut self.origin {
+            Origin::Checkpoint(weights) => weights.rms_norm_plus_one(&name, width, epsilon),
+            Origin::Random(device) => {
+                let gamma = Param::from_tensor(Tensor::zeros([width], *device));
+                Ok(RmsNorm { gamma, epsilon, plus_one: true })
+            }
+        }
     }
 
     /// Builds the norms of the heads of queries and keys.
@@ -273,6 +292,13 @@ impl<'a> LayerVisitor<'a> {
     pub fn table(&mut self, role: Role, name: &str, matrix: &Matrix) {
         self.part(role, matrix, |exports, prefix| {
             exports.table(&format!("{prefix}{name}"), matrix);
+        });
+    }
+
+    /// Visits the kernel of a convolution of each channel by itself.
+    pub fn depthwise(&mut self, role: Role, name: &str, kernel: &Matrix) {
+        self.part(role, kernel, |exports, prefix| {
+            exports.depthwise(&format!("{prefix}{name}"), kernel);
         });
     }
 

@@ -96,8 +96,7 @@ const NAMES: Names = Names {
     layers: "layers.",
     embedding: "embedding.weight",
     head: "head.weight",
-    aliases: &[],
-    harmless: |_| false,
+    ..Names::NONE
 };
 
 /// Two layers with different heads, one with its own scale, give the same logits in parallel and
@@ -227,7 +226,8 @@ fn a_name_belongs_to_one_family() {
     let error = config("toy-2").unwrap_err().to_string();
     assert!(
         error.contains(
-            "smollm3, gemma3_text, gpt_oss, deepseek_v4, qwen3_moe and toy are supported"
+            "smollm3, gemma3_text, gpt_oss, deepseek_v4, qwen3_moe, \
+             qwen3_5, qwen3_5_text and toy are supported"
         ),
         "{error}"
     );

@@ -24,6 +24,7 @@ mod policy;
 mod policy_files;
 mod prompt_cache;
 mod quantize;
+mod qwen3_5;
 mod qwen3_moe;
 mod save;
 mod saved_cache;

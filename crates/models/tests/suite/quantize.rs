@@ -79,7 +79,7 @@ fn expected_of(
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     let format = match shape.len() {
         1 => None,
-        _ if has(&["wpe", "router"]) || name.ends_with("_bias") => None,
+        _ if has(&["wpe", "router", "conv1d"]) || name.ends_with("_bias") => None,
         _ if has(&["embed_tokens", "wte", "lm_head"]) => embedding,
         _ if has(&["attn"]) => attention,
         _ => mlp,

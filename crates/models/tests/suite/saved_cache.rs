@@ -20,13 +20,14 @@ use crate::common::{
 };
 
 /// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
-const MODELS: [&str; 6] = [
+const MODELS: [&str; 7] = [
     "llama-tiny",
     "gemma3-tiny",
     "gpt-oss-tiny",
     "gpt2-tiny",
     "mistral-swa-tiny",
     "qwen3_moe-tiny",
+    "qwen3_5-tiny",
 ];
 const CACHES: [&str; 8] = [
     "float",

@@ -11,6 +11,7 @@ mod failures;
 mod folders;
 mod hub;
 mod packed;
+mod recurrent;
 mod resume;
 mod sparse;
 mod stop;

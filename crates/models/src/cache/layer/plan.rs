@@ -3,13 +3,14 @@
 use burn::tensor::{Device, TensorData};
 use kv_cubecl::{
     AttentionOptions, CacheShape, KvCache, KvCacheConfig, MemoryBytes,
+    delta::{DeltaConfig, DeltaState},
     layout::CacheLayout,
     sparse::{SparseCache, SparseConfig},
 };
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
 use super::{
-    LayerCache, kv,
+    LayerCache, delta, kv,
     part::{Part, PartName},
     sparse,
 };
@@ -20,6 +21,7 @@ use crate::{error::Result, spec::LayerSpec};
 pub(crate) enum LayerConfig {
     Kv(KvCacheConfig),
     Sparse(SparseConfig),
+    Delta(DeltaConfig),
 }
 
 /// A layer's cache before it is allocated.
@@ -33,16 +35,16 @@ pub(crate) struct LayerPlan {
 impl LayerConfig {
     /// Returns the configuration of the cache of `layer`, for which a policy asks `config`.
     pub(crate) fn new(layer: &LayerSpec, config: &KvCacheConfig) -> Self {
-        match layer.sparse_config(config) {
-            Some(sparse) => Self::Sparse(sparse),
-            None => Self::Kv(*config),
-        }
+        let sparse = || layer.sparse_config(config).map(Self::Sparse);
+        let delta = layer.delta_config(config).map(Self::Delta);
+        delta.or_else(sparse).unwrap_or(Self::Kv(*config))
     }
 
     pub(in crate::cache) fn capacity(&self) -> usize {
         match self {
             Self::Kv(config) => config.capacity,
             Self::Sparse(config) => config.capacity,
+            Self::Delta(config) => config.capacity,
         }
     }
 
@@ -51,6 +53,7 @@ impl LayerConfig {
         match self {
             Self::Kv(config) => Self::Kv(config.with_capacity(capacity)),
             Self::Sparse(config) => Self::Sparse(config.with_capacity(capacity)),
+            Self::Delta(config) => Self::Delta(config.with_capacity(capacity)),
         }
     }
 
@@ -62,6 +65,7 @@ impl LayerConfig {
         match self {
             Self::Kv(_) => Ok(kv::PARTS.to_vec()),
             Self::Sparse(config) => sparse::names(config, |_| true),
+            Self::Delta(_) => Ok(delta::PARTS.to_vec()),
         }
     }
 
@@ -73,6 +77,7 @@ impl LayerConfig {
         match self {
             Self::Kv(config) => Ok(kv::kept_names(config).to_vec()),
             Self::Sparse(config) => sparse::names(config, |recent| recent),
+            Self::Delta(_) => Ok(delta::PARTS.to_vec()),
         }
     }
 
@@ -85,6 +90,7 @@ impl LayerConfig {
             // The name contains all that matters.
             Self::Kv(config) => vec![("cache", config.to_string())],
             Self::Sparse(config) => sparse::fields(config),
+            Self::Delta(config) => delta::fields(config),
         };
         let (ours, theirs) = (fields(self), fields(other));
         if ours[0].0 != theirs[0].0 {
@@ -108,6 +114,9 @@ impl Serialize for LayerConfig {
             Self::Sparse(sparse) => {
                 serializer.serialize_newtype_variant("LayerConfig", 1, SPARSE, sparse)
             }
+            Self::Delta(delta) => {
+                serializer.serialize_newtype_variant("LayerConfig", 2, DELTA, delta)
+            }
         }
     }
 }
@@ -115,10 +124,11 @@ impl Serialize for LayerConfig {
 impl<'de> Deserialize<'de> for LayerConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> core::result::Result<Self, D::Error> {
         let mut value = serde_json::Value::deserialize(deserializer)?;
-        let sparse = value.as_object_mut().and_then(|fields| fields.remove(SPARSE));
-        match sparse {
-            Some(sparse) => serde_json::from_value(sparse).map(Self::Sparse),
-            None => serde_json::from_value(value).map(Self::Kv),
+        let mut named = |kind| value.as_object_mut().and_then(|fields| fields.remove(kind));
+        match (named(SPARSE), named(DELTA)) {
+            (Some(sparse), _) => serde_json::from_value(sparse).map(Self::Sparse),
+            (None, Some(delta)) => serde_json::from_value(delta).map(Self::Delta),
+            (None, None) => serde_json::from_value(value).map(Self::Kv),
         }
         .map_err(D::Error::custom)
     }
@@ -126,6 +136,8 @@ impl<'de> Deserialize<'de> for LayerConfig {
 
 /// The name of [`LayerConfig::Sparse`] in files.
 const SPARSE: &str = "sparse";
+/// The name of [`LayerConfig::Delta`] in files.
+const DELTA: &str = "delta";
 
 impl LayerPlan {
     /// Plans the cache of `layer` for `batch` sequences, for which a policy asks `config`.
@@ -149,6 +161,9 @@ impl LayerPlan {
             LayerConfig::Sparse(config) => {
                 Ok(sparse::memory_bytes(config.memory_bytes(self.shape.batch)?))
             }
+            LayerConfig::Delta(config) => {
+                Ok(delta::memory_bytes(config.memory_bytes(self.shape.batch)?))
+            }
         }
     }
 
@@ -161,6 +176,7 @@ impl LayerPlan {
             LayerConfig::Sparse(config) => {
                 Ok(sparse::bytes_read(config, self.shape.batch, context))
             }
+            LayerConfig::Delta(config) => Ok(config.memory_bytes(self.shape.batch)?),
         }
     }
 
@@ -174,6 +190,9 @@ impl LayerPlan {
             LayerConfig::Sparse(config) => {
                 Ok(LayerCache::Sparse(SparseCache::new(config, self.shape.batch, device)?))
             }
+            LayerConfig::Delta(config) => {
+                Ok(LayerCache::Delta(DeltaState::new(config, self.shape.batch, device)?))
+            }
         }
     }
 
@@ -182,6 +201,7 @@ impl LayerPlan {
         match &self.config {
             LayerConfig::Kv(config) => kv::parts(config, self.shape),
             LayerConfig::Sparse(config) => sparse::parts(config, self.shape.batch, |_| true),
+            LayerConfig::Delta(config) => delta::parts(config, self.shape.batch),
         }
     }
 
@@ -190,6 +210,7 @@ impl LayerPlan {
         match &self.config {
             LayerConfig::Kv(config) => kv::kept(config, self.shape),
             LayerConfig::Sparse(config) => sparse::parts(config, self.shape.batch, |recent| recent),
+            LayerConfig::Delta(config) => delta::parts(config, self.shape.batch),
         }
     }
 
@@ -198,7 +219,9 @@ impl LayerPlan {
         let bytes = |part: &Part| part.shape.iter().product::<usize>() * part.dtype.size();
         match &self.config {
             LayerConfig::Kv(config) => Ok(kv::kept_bytes(&CacheLayout::new(config, self.shape)?)),
-            LayerConfig::Sparse(_) => Ok(self.kept()?.iter().map(bytes).sum()),
+            LayerConfig::Sparse(_) | LayerConfig::Delta(_) => {
+                Ok(self.kept()?.iter().map(bytes).sum())
+            }
         }
     }
 
@@ -216,6 +239,9 @@ impl LayerPlan {
             }
             LayerConfig::Sparse(config) => {
                 Ok(LayerCache::Sparse(sparse::restore(config, lens, data, device)?))
+            }
+            LayerConfig::Delta(config) => {
+                Ok(LayerCache::Delta(delta::restore(config, lens, data, device)?))
             }
         }
     }

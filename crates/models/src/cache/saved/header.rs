@@ -152,6 +152,7 @@ impl Layer {
             rope,
             key_bias: _,
             sparse: _,
+            delta: _,
         } = *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }

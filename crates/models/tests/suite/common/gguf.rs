@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs, path::Path};
 use serde_json::Value as Json;
 
 use super::{
-    GgmlType, fixture,
+    GgmlType, fixture, gguf_delta,
     gguf_experts::{Stacks, expert_tensors},
     read_tensors, tiny,
 };
@@ -108,6 +108,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         "gemma3_text" => "gemma3",
         "gpt_oss" => "gpt-oss",
         "qwen3_moe" => "qwen3moe",
+        "qwen3_5_text" => "qwen35",
         other => other,
     };
     let int = |key: &str| config[key].as_u64().map(|n| n as u32);
@@ -147,6 +148,11 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         let width = int("moe_intermediate_size").or(int("intermediate_size"));
         put("expert_feed_forward_length", u32(width));
     }
+    if arch == "qwen35" {
+        for (key, value) in gguf_delta::sizes(&config) {
+            put(key, Some(Value::U32(value)));
+        }
+    }
     if arch == "gpt-oss" {
         put("rope.scaling.type", Some(Value::String("yarn".into())));
         put("rope.scaling.factor", float(&rope["factor"]));
@@ -184,6 +190,9 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
             values.iter_mut().for_each(|gain| *gain += 1.0);
         }
         let mut shape = shape;
+        if arch == "qwen35" {
+            (shape, values) = gguf_delta::converted(&gguf, shape, values, &config);
+        }
         let conv1d = arch == "gpt2" && (gguf.contains("ffn") || gguf.contains("attn_"));
         if conv1d && let [rows, columns] = shape[..] {
             values = transposed(&values, columns);
@@ -344,7 +353,7 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
             .replace("mlp.experts.down_proj_bias", "ffn_down_exps.bias")
             .replace("mlp.experts.down_proj", "ffn_down_exps.weight");
     }
-    if arch == "gemma3" {
+    if matches!(arch, "gemma3" | "qwen35") {
         name = name.replace("post_attention_layernorm", "post_attention_norm");
     }
     for (hf, gguf) in [
@@ -365,6 +374,15 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
         ("self_attn.o_proj", "attn_output"),
+        ("linear_attn.in_proj_qkv", "attn_qkv"),
+        ("linear_attn.in_proj_z", "attn_gate"),
+        ("linear_attn.in_proj_b", "ssm_beta"),
+        ("linear_attn.in_proj_a", "ssm_alpha"),
+        ("linear_attn.conv1d", "ssm_conv1d"),
+        ("linear_attn.A_log", "ssm_a"),
+        ("linear_attn.dt_bias", "ssm_dt.bias"),
+        ("linear_attn.norm", "ssm_norm"),
+        ("linear_attn.out_proj", "ssm_out"),
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.gate.", "ffn_gate_inp."),

@@ -4,6 +4,7 @@ pub(crate) mod deepseek;
 pub(crate) mod deepseek_f64;
 mod ggml;
 mod gguf;
+mod gguf_delta;
 mod gguf_experts;
 pub(crate) mod minifloat;
 pub(crate) mod saved;
@@ -27,7 +28,7 @@ use serde_json::Value as Json;
 pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 12] = [
+pub(crate) const TINY: [&str; 13] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -40,6 +41,7 @@ pub(crate) const TINY: [&str; 12] = [
     "gemma3-tiny",
     "gpt-oss-tiny",
     "qwen3_moe-tiny",
+    "qwen3_5-tiny",
 ];
 
 /// Runs a case on the device of a GPU backend.

@@ -1,0 +1,42 @@
+//! The tensor names of Qwen3.5.
+
+use crate::{
+    checkpoint::Names,
+    gguf::GgufNames,
+    stack::{LLAMA_GGUF, LLAMA_NAMES},
+};
+
+pub(super) const NAMES: Names = Names {
+    family: "Qwen3.5",
+    text_prefix: Some("model.language_model."),
+    unused: &[
+        ("visual.", "of the image encoder, which text does not need"),
+        ("mtp.", "that predict several tokens at once"),
+    ],
+    ..LLAMA_NAMES
+};
+
+pub(super) const GGUF: GgufNames = GgufNames {
+    inner: &[
+        ("attn_norm", "input_layernorm"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_qkv", "linear_attn.in_proj_qkv"),
+        ("attn_gate", "linear_attn.in_proj_z"),
+        ("ssm_beta", "linear_attn.in_proj_b"),
+        ("ssm_alpha", "linear_attn.in_proj_a"),
+        ("ssm_conv1d", "linear_attn.conv1d"),
+        ("ssm_dt", "linear_attn.dt"),
+        ("ssm_norm", "linear_attn.norm"),
+        ("ssm_out", "linear_attn.out_proj"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ],
+    ..LLAMA_GGUF
+};

@@ -1,0 +1,205 @@
+//! Qwen3.5: layers of the gated delta rule have a state instead of a cache. The golden tests
+//! compare its logits with the transformers library's.
+
+use std::{fs, path::Path};
+
+use burn::tensor::Tensor;
+use kv_models::{
+    LoadOptions, ModelCacheConfig, ids_to_tensor,
+    kv_cubecl::{CacheFloat, KvCacheConfig},
+    load, outline,
+};
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
+use safetensors::{Dtype, tensor::TensorView};
+use serde_json::{Value as Json, json};
+
+use crate::common::{
+    assert_contains, device, expected, max_difference, read_tensors, tiny, with_config,
+};
+
+const NAME: &str = "qwen3_5-tiny";
+
+fn logits(folder: &Path) -> Tensor<3> {
+    let device = device();
+    let model = load(folder, &device).unwrap().model;
+    model.forward(expected(&tiny(NAME), &device).ids, KvCacheConfig::float()).unwrap()
+}
+
+/// A field that is read wrongly changes the logits by far more than the golden tests allow.
+#[test]
+fn every_field_counts() {
+    let right = logits(&tiny(NAME));
+    let largest = right.clone().abs().max().into_scalar::<f32>();
+    let changes: [fn(&mut Json); 3] = [
+        |c| c["rope_parameters"]["partial_rotary_factor"] = json!(0.5),
+        |c| c["rope_parameters"]["rope_theta"] = json!(100.0),
+        |c| c["rms_norm_eps"] = json!(0.1),
+    ];
+    for change in changes {
+        let folder = with_config(NAME, change);
+        let worst = max_difference(logits(folder.path()), right.clone());
+        assert!(worst > 0.002 * largest, "{worst} of {largest}");
+    }
+}
+
+/// Returns a folder with the tensors and the configuration of a checkpoint with images.
+fn with_images() -> tempfile::TempDir {
+    let folder = with_config(NAME, |config| {
+        let mut text = config.clone();
+        text["tie_word_embeddings"] = Json::Null;
+        text.as_object_mut().unwrap().remove("tie_word_embeddings");
+        *config = json!({
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "vision_config": {"depth": 1},
+            "tie_word_embeddings": true,
+        });
+    });
+    let mut tensors = read_tensors(&tiny(NAME).join("model.safetensors"));
+    for (name, _, _) in &mut tensors {
+        *name = name.replacen("model.", "model.language_model.", 1);
+    }
+    for name in ["model.visual.blocks.0.attn.proj.weight", "mtp.fc.weight"] {
+        tensors.push((name.into(), vec![2, 2], vec![0.5; 4]));
+    }
+    let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .into_iter()
+        .map(|(name, shape, values)| {
+            (name, shape, values.iter().flat_map(|x| x.to_le_bytes()).collect())
+        })
+        .collect();
+    let views = bytes.iter().map(|(name, shape, bytes)| {
+        (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    let file = folder.path().join("model.safetensors");
+    fs::write(file, safetensors::serialize(views, None).unwrap()).unwrap();
+    folder
+}
+
+#[test]
+fn the_text_part_of_a_checkpoint_with_images_loads() {
+    let folder = with_images();
+    let loaded = load(folder.path(), &device()).unwrap();
+    let notes = loaded.notes.join("\n");
+    for part in ["1 tensors visual.*", "image encoder", "1 tensors mtp.*"] {
+        assert!(notes.contains(part), "{notes} lacks {part}");
+    }
+    let worst = max_difference(logits(folder.path()), logits(&tiny(NAME)));
+    assert!(worst == 0.0, "{worst}");
+}
+
+/// Any partition of a text into calls gives the logits of the closed form. The tolerance for
+/// quantized caches is that of single codes, which other roundings of the layers before can change.
+#[test]
+fn partitions_equal_the_closed_form() {
+    let device = device();
+    let model = load(tiny(NAME), &device).unwrap().model;
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(31);
+    const LEN: usize = 160;
+    for (cache, tolerance, n) in
+        [("float", 1e-5, 60), ("k4v4-g32-r32", 2e-3, 20), ("k3v3-g32-r32", 2e-3, 20)]
+    {
+        let config: KvCacheConfig = cache.parse().unwrap();
+        let ids: Vec<u32> = (0..LEN).map(|_| rng.random_range(0..256)).collect();
+        let ids = ids_to_tensor(&ids, [1, LEN], &device);
+        let whole = model.forward(ids.clone(), config).unwrap();
+        let largest = whole.clone().abs().max().into_scalar::<f32>();
+        for case in 0..n {
+            let mut state = model.new_cache(config.with_capacity(LEN), 1, &device).unwrap();
+            let mut parts = vec![];
+            let most = [3, 40, 90][case % 3];
+            while state.len() < LEN {
+                let next = rng.random_range(1..=most).min(LEN - state.len());
+                let part = ids.clone().narrow(1, state.len(), next);
+                parts.push(model.step(part, &mut state).unwrap());
+            }
+            let difference = Tensor::cat(parts, 1) - whole.clone();
+            let mean = difference.clone().abs().mean().into_scalar::<f32>();
+            assert!(mean <= tolerance * largest, "{cache}, case {case}: {mean} of {largest}");
+        }
+    }
+}
+
+/// Recurrent layers take no part in a policy.
+#[test]
+fn policies_are_for_layers_with_a_cache() {
+    let device = device();
+    let model = load(tiny(NAME), &device).unwrap().model;
+    let policy = |text: &str| ModelCacheConfig::from_toml(text).unwrap();
+    let only_recurrent =
+        policy("[[rules]]\ncache = \"k4v4\"\n[[rules]]\nlayers = \"0..3\"\ncache = \"k2v2\"");
+    let error = only_recurrent.validate(&model).unwrap_err();
+    assert_contains(&error.to_string(), &["rules[1]", "0..3", "recurrent", "state"]);
+    policy("[[rules]]\nlayers = \"2..4\"\ncache = \"k4v4-g16\"").validate(&model).unwrap();
+    // The same policy changes nothing of a recurrent layer but the type of its floats.
+    for (name, float, bytes) in
+        [("k4v4-g16-r32", CacheFloat::F32, 4), ("k4v4-g16-r32-bf16", CacheFloat::Bf16, 2)]
+    {
+        let config: KvCacheConfig = name.parse().unwrap();
+        let cache = model.new_cache(config.with_capacity(64), 2, &device).unwrap();
+        let state = cache.layers()[0].delta().unwrap();
+        assert_eq!(state.config().float, float);
+        // 4 heads of 16 x 16, and the inputs of 3 tokens in 128 channels.
+        assert_eq!(state.memory_bytes(), 2 * (4 * 16 * 16 * bytes + 3 * 128 * 4));
+        assert!(cache.layers()[3].kv().is_some());
+    }
+}
+
+/// A state contains no earlier one, so a sequence is cut back only to the whole or to nothing.
+#[test]
+fn sequences_are_not_cut_back() {
+    let device = device();
+    let model = load(tiny(NAME), &device).unwrap().model;
+    let config = KvCacheConfig::float().with_capacity(64);
+    let ids = |first: u32| {
+        let ids: Vec<u32> = (first..first + 20).collect();
+        ids_to_tensor(&ids, [1, 20], &device)
+    };
+    let mut cache = model.new_cache(config, 1, &device).unwrap();
+    model.step(ids(3), &mut cache).unwrap();
+    let error = cache.truncate(0, 7).unwrap_err().to_string();
+    assert_contains(&error, &["len", "7", "0 or 20", "checkpoint"]);
+    assert_eq!((cache.len(), cache.shortest(0).unwrap()), (20, 20));
+    assert_eq!(cache.exact(0, 19).unwrap(), 0);
+    cache.truncate(0, 20).unwrap();
+    cache.truncate(0, 0).unwrap();
+    let again = model.step(ids(9), &mut cache).unwrap();
+    let mut fresh = model.new_cache(config, 1, &device).unwrap();
+    let new = model.step(ids(9), &mut fresh).unwrap();
+    assert_eq!(again.to_data(), new.to_data());
+}
+
+/// The published sizes of Qwen3.5-27B: 16 layers of attention with 4 key heads of 256 channels, and
+/// 48 layers with states of 48 heads.
+#[test]
+fn the_plan_of_qwen3_5_27b_is_the_published_arithmetic() {
+    let config = json!({
+        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 5120,
+        "intermediate_size": 17_408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25, "mrope_interleaved": true,
+            "mrope_section": [11, 11, 10]},
+    });
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let plan = outline(folder.path(), &device(), LoadOptions::default()).unwrap();
+    let spec = &plan.spec;
+    let attention: Vec<usize> = (0..64).filter(|&i| spec.layers[i].has_cache()).collect();
+    assert_eq!(attention, (0..16).map(|i| 4 * i + 3).collect::<Vec<_>>());
+    let tokens = 32_768;
+    let f16 = KvCacheConfig::float().with_float(CacheFloat::F16).with_capacity(tokens);
+    // Keys and values that are not quantized still have a few bytes of words.
+    let bytes = |i: usize| spec.layers[i].cache_bytes(&f16, 1).unwrap().floats;
+    // Keys and values of 4 heads of 256 channels in 2 bytes.
+    assert_eq!(bytes(3), tokens * 2 * 4 * 256 * 2);
+    // 48 matrices of 128 x 128, and 3 inputs of 2 * 16 * 128 + 48 * 128 channels, in 4 bytes.
+    let state = 48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 4;
+    assert_eq!(bytes(0), state);
+    let total: usize = (0..64).map(bytes).sum();
+    assert_eq!(total, 16 * tokens * 4096 + 48 * state);
+}
