@@ -28,6 +28,25 @@ pub fn sizes(path: &Path, fields: &[(&str, usize)]) -> Result<()> {
     }
 }
 
+/// Checks the number of experts in `field`, and how many of them compute each token.
+///
+/// # Errors
+/// Returns [`Error::Config`] for a number that is 0 or above 2^31, and for more experts per token
+/// than there are.
+pub(crate) fn experts(
+    path: &Path,
+    (field, n_experts): (&str, usize),
+    per_token: usize,
+) -> Result<()> {
+    let of_token = "num_experts_per_tok";
+    sizes(path, &[(field, n_experts), (of_token, per_token)])?;
+    if per_token > n_experts {
+        let rule = format!("must be at most {field} {n_experts}");
+        return Err(Error::config(path, of_token, per_token, rule));
+    }
+    Ok(())
+}
+
 /// Checks a number of layers before anything is allocated per layer.
 ///
 /// # Errors

@@ -51,6 +51,7 @@ mod hadamard;
 pub mod llama;
 pub mod load;
 mod model;
+pub mod moe;
 mod mxfp4;
 pub mod nn;
 mod operation_names;

@@ -13,7 +13,7 @@ use crate::{
     checkpoint::quantized::FP8,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{layers, positive, required, sizes},
+    fields::{experts, layers, positive, required, sizes},
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
     spec::{LayerSpec, ModelSpec},
@@ -351,10 +351,7 @@ impl DecoderConfig for Config {
                 return Err(Error::config(path, field, value, rule));
             }
         }
-        if self.experts_per_token > self.n_experts {
-            let rule = format!("must be at most n_routed_experts {}", self.n_experts);
-            return Err(Error::config(path, "num_experts_per_tok", self.experts_per_token, rule));
-        }
+        experts(path, ("n_routed_experts", self.n_experts), self.experts_per_token)?;
         for (field, value) in [
             ("routed_scaling_factor", self.routed_scale),
             ("swiglu_limit", self.swiglu_limit),

@@ -136,7 +136,7 @@ impl DecoderConfig for Config {
     }
 
     fn check(&self, path: &Path) -> Result<()> {
-        self.shared.check(path, &[])?;
+        self.shared.check(path)?;
         positive(path, "query_pre_attn_scalar", self.query_scalar)?;
         positive(path, "rope_local_base_freq", self.local_rope_theta)?;
         match self.softcap {

@@ -10,7 +10,7 @@ use crate::{
     checkpoint::Weights,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{positive, required},
+    fields::{experts, positive, required},
     gguf::{GgufNames, Metadata},
     nn::RopeScaling,
     rope_config::RopeFields,
@@ -111,13 +111,8 @@ impl DecoderConfig for Config {
     }
 
     fn check(&self, path: &Path) -> Result<()> {
-        let Self { n_experts, experts_per_token, .. } = *self;
-        let sizes = [("num_local_experts", n_experts), ("num_experts_per_tok", experts_per_token)];
-        self.shared.check(path, &sizes)?;
-        if experts_per_token > n_experts {
-            let rule = format!("must be at most num_local_experts {n_experts}");
-            return Err(Error::config(path, "num_experts_per_tok", experts_per_token, rule));
-        }
+        self.shared.check(path)?;
+        experts(path, ("num_local_experts", self.n_experts), self.experts_per_token)?;
         positive(path, "swiglu_limit", self.swiglu_limit)
     }
 

@@ -6,14 +6,15 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    checkpoint::Weights,
+    checkpoint::{Names, Weights},
     error::{Error, Result},
     family::ConfigJson,
-    fields::{required, sizes},
+    fields::{self, required, sizes},
     gguf::{GgufNames, Metadata},
     llama,
+    moe::{ExpertNames, ExpertsConfig, MoeConfig},
     spec::ModelSpec,
-    stack::DecoderConfig,
+    stack::{DecoderConfig, LLAMA_NAMES},
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -31,6 +32,27 @@ pub struct Config {
     pub expert_size: usize,
     /// True if the weights of the selected experts are divided by their sum.
     pub normalized: bool,
+}
+
+impl MoeConfig for Config {
+    const NAME: &'static str = "Qwen3Moe";
+    const NAMES: &'static Names = &Names { family: "Qwen3-MoE", ..LLAMA_NAMES };
+    const EXPERTS: ExpertNames = ExpertNames::QWEN;
+    const QK_NORMS: bool = true;
+
+    fn base(&self) -> &llama::Config {
+        &self.base
+    }
+
+    fn experts(&self, layer: usize) -> Option<ExpertsConfig> {
+        let experts = ExpertsConfig {
+            n_experts: self.n_experts,
+            per_token: self.experts_per_token,
+            width: self.expert_size,
+            normalized: self.normalized,
+        };
+        (!self.dense_layers.contains(&layer)).then_some(experts)
+    }
 }
 
 #[derive(Deserialize)]
@@ -87,19 +109,9 @@ impl DecoderConfig for Config {
     }
 
     fn check(&self, path: &Path) -> Result<()> {
-        let Self { n_experts, experts_per_token, expert_size, .. } = *self;
         self.base.check(path)?;
-        let fields = [
-            ("num_experts", n_experts),
-            ("num_experts_per_tok", experts_per_token),
-            ("moe_intermediate_size", expert_size),
-        ];
-        sizes(path, &fields)?;
-        if experts_per_token > n_experts {
-            let rule = format!("must be at most num_experts {n_experts}");
-            return Err(Error::config(path, "num_experts_per_tok", experts_per_token, rule));
-        }
-        Ok(())
+        fields::experts(path, ("num_experts", self.n_experts), self.experts_per_token)?;
+        sizes(path, &[("moe_intermediate_size", self.expert_size)])
     }
 
     fn spec(&self) -> ModelSpec {

@@ -2,9 +2,10 @@
 //! <https://arxiv.org/abs/2505.09388>.
 
 mod config;
-mod experts;
-mod model;
 
 pub use config::Config;
-pub use experts::Experts;
-pub use model::{Layer, Qwen3Moe};
+
+use crate::{moe::Layer, stack::DecoderStack};
+
+/// Qwen3-MoE, <https://arxiv.org/abs/2505.09388>.
+pub type Qwen3Moe = DecoderStack<Layer<Config>>;

@@ -182,10 +182,9 @@ impl SlidingConfig {
         }
     }
 
-    /// Checks all fields except the rope scaling, and the sizes in `more`.
-    pub(crate) fn check(&self, path: &Path, more: &[(&str, usize)]) -> Result<()> {
+    /// Checks all fields except the rope scaling.
+    pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let sizes = self.sizes();
-        sizes.check(path, more)?;
         sizes.check(path, &[("sliding_window", self.sliding_window)])?;
         sizes.check_even_head(path)?;
         positive(path, "rope_theta", self.rope_theta)?;

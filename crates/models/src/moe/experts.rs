@@ -1,11 +1,11 @@
-//! The mixture of experts of Qwen3-MoE.
+//! The mixture of experts of a layer.
 
 use burn::{
     module::Module,
     tensor::{DType, Tensor, activation},
 };
 
-use super::Config;
+use super::config::{ExpertNames, ExpertsConfig};
 use crate::{
     decoder::Role,
     error::Result,
@@ -64,20 +64,27 @@ impl Experts {
         output.reshape([batch, seq, hidden])
     }
 
-    pub(super) fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
-        let (n, width, wide) = (config.n_experts, config.base.hidden_size, config.expert_size);
-        let router = source.linear(ROUTER, [n, width], false)?;
-        let [gate, up, down] = PARTS.map(|part| source.name(&format!("{EXPERTS}.{part}")));
+    pub(super) fn build(
+        config: ExpertsConfig,
+        hidden: usize,
+        names: &ExpertNames,
+        source: &mut LayerSource<'_>,
+    ) -> Result<Self> {
+        let ExpertsConfig { n_experts: n, per_token, width: wide, normalized } = config;
+        let is_gguf = source.gguf().is_some();
+        let names = if is_gguf { &ExpertNames::QWEN } else { names };
+        let router = source.linear(names.router, [n, hidden], false)?;
+        let [gate, up, down] = names.of_all().map(|name| source.name(&name));
         let (experts, stacks) = match source.gguf() {
             Some(weights) => {
-                let gate_up = weights.joined_experts([&gate, &up], [n, wide, width], false)?;
-                weights.gated_experts(gate_up, &down, [n, width, wide], false)?
+                let gate_up = weights.joined_experts([&gate, &up], [n, wide, hidden], false)?;
+                weights.gated_experts(gate_up, &down, [n, hidden, wide], false)?
             }
             None => {
                 let expert = |i| {
-                    let [gate, up, down] = names(i);
-                    let gate_up = source.fused(&[(&gate, wide), (&up, wide)], width, false)?;
-                    Ok([gate_up, source.residual(&down, [width, wide], false)?])
+                    let [gate, up, down] = names.of(i);
+                    let gate_up = source.fused(&[(&gate, wide), (&up, wide)], hidden, false)?;
+                    Ok([gate_up, source.residual(&down, [hidden, wide], false)?])
                 };
                 ((0..n).map(expert).collect::<Result<_>>()?, None)
             }
@@ -87,27 +94,19 @@ impl Experts {
         Ok(Self {
             router,
             experts: experts.into_iter().map(expert).collect(),
-            per_token: config.experts_per_token,
-            normalized: config.normalized,
+            per_token,
+            normalized,
             stacks,
         })
     }
 
-    pub(super) fn visit(&self, wide: usize, visitor: &mut LayerVisitor<'_>) {
-        visitor.linear(Role::Mlp, ROUTER, &self.router);
+    pub(super) fn visit(&self, names: &ExpertNames, visitor: &mut LayerVisitor<'_>) {
+        visitor.linear(Role::Mlp, names.router, &self.router);
         for (i, expert) in self.experts.iter().enumerate() {
-            let [gate, up, down] = names(i);
+            let [gate, up, down] = names.of(i);
+            let wide = expert.down.weight.dims()[1];
             visitor.fused(Role::Mlp, &[(&gate, wide), (&up, wide)], &expert.gate_up);
             visitor.linear(Role::Mlp, &down, &expert.down);
         }
     }
-}
-
-const ROUTER: &str = "mlp.gate";
-const EXPERTS: &str = "mlp.experts";
-const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-
-/// Returns the names of an expert's projections in Hugging Face files.
-fn names(expert: usize) -> [String; 3] {
-    PARTS.map(|part| format!("{EXPERTS}.{expert}.{part}"))
 }
