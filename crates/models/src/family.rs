@@ -105,6 +105,7 @@ pub trait Family: Sync {
     }
 
     /// Returns the GGUF architectures that the family reads, with the names of their tensors.
+    /// `NAME with experts` stands for the files of an architecture whose `expert_count` is above 0.
     fn gguf(&self) -> &'static [(&'static str, GgufNames)] {
         &[]
     }

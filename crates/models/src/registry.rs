@@ -12,6 +12,7 @@ use crate::{
     gpt2::Gpt2,
     llama::Llama,
     qwen3_5::Qwen35,
+    mixtral::Mixtral,
     qwen3_moe::Qwen3Moe,
 };
 
@@ -23,6 +24,7 @@ static BUILT_IN: &[&dyn Family] = &[
     DeepseekV4::FAMILY,
     Qwen3Moe::FAMILY,
     Qwen35::FAMILY,
+    Mixtral::FAMILY,
 ];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 
@@ -74,20 +76,26 @@ pub(crate) fn by_model_type(name: &str) -> Result<&'static dyn Family, String> {
     found.copied().ok_or_else(|| in_words(families.into_iter().flat_map(model_types)))
 }
 
-/// Finds the family of a GGUF architecture, and the names of its tensors.
+/// Finds the family of a GGUF architecture, and the names of its tensors. For files with experts, a
+/// family of `NAME with experts` comes first.
 ///
 /// # Errors
 /// Returns the known architectures as text.
 pub(crate) fn by_architecture(
     name: &str,
+    has_experts: bool,
 ) -> Result<(&'static dyn Family, &'static GgufNames), String> {
     let families = families();
-    let names = |family: &&'static dyn Family| {
-        let (_, names) = family.gguf().iter().find(|(arch, _)| *arch == name)?;
-        Some((*family, names))
+    let find = |name: &str| {
+        families.iter().find_map(|family| {
+            let (_, names) = family.gguf().iter().find(|(arch, _)| *arch == name)?;
+            Some((*family, names))
+        })
     };
-    let found = families.iter().find_map(names);
-    found.ok_or_else(|| in_words(families.into_iter().flat_map(architectures)))
+    let with_experts = has_experts.then(|| find(&format!("{name} with experts"))).flatten();
+    with_experts
+        .or_else(|| find(name))
+        .ok_or_else(|| in_words(families.into_iter().flat_map(architectures)))
 }
 
 /// Joins names to `a, b and c`.
@@ -111,11 +119,24 @@ mod tests {
             ("phi3", "blk.0.ffn_up.weight", "layers.0.mlp.gate_up_proj.weight"),
             ("gpt2", "blk.3.ffn_up.weight", "h.3.mlp.c_fc.weight"),
         ] {
-            let (_, names) = by_architecture(arch).ok().unwrap();
+            let (_, names) = by_architecture(arch, false).ok().unwrap();
             assert_eq!(names.to_hugging_face(gguf), hf);
             assert_eq!(names.to_gguf(hf), gguf);
         }
-        let (_, llama) = by_architecture("llama").ok().unwrap();
+        let (_, llama) = by_architecture("llama", false).ok().unwrap();
         assert_eq!(llama.to_hugging_face("rope_freqs.weight"), "rope_freqs.weight");
+    }
+
+    #[test]
+    fn experts_select_among_families_of_one_architecture() {
+        for (arch, has_experts, model_type) in [
+            ("llama", false, "llama"),
+            ("llama", true, "mixtral"),
+            ("qwen3moe", true, "qwen3_moe"),
+            ("qwen2", true, "qwen2"),
+        ] {
+            let (family, _) = by_architecture(arch, has_experts).ok().unwrap();
+            assert!(family.model_types().contains(&model_type), "{arch}");
+        }
     }
 }

@@ -37,7 +37,8 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
     const MODEL_TYPES: &'static [&'static str];
     /// The values of `quant_method` in `config.json` that the family reads.
     const QUANTIZATIONS: &'static [&'static str] = &[];
-    /// The GGUF architectures that the family reads, with the names of their tensors.
+    /// The GGUF architectures that the family reads, with the names of their tensors, as
+    /// [`Family::gguf`] returns them.
     const GGUF: &'static [(&'static str, GgufNames)] = &[];
 
     /// Reads the fields of `config.json`, and adds to `notes` for the user.

@@ -98,6 +98,13 @@ impl Dialect {
 }
 
 impl Config {
+    /// Returns whether the attention of Mistral can have this configuration.
+    pub(super) fn is_mistral(&self) -> bool {
+        let biases = self.qkv_bias || self.output_bias || self.mlp_bias;
+        let all_alike = self.layers_without_rope.is_empty() && self.full_layers.is_empty();
+        self.rotary_dim == self.head_dim() && all_alike && !biases && !self.qk_norms
+    }
+
     /// Returns the family that the model can be saved as, if there is one.
     pub(super) fn dialect(&self) -> Option<Dialect> {
         let (n_heads, head_dim) = (self.attention.n_heads, self.head_dim());
@@ -117,7 +124,7 @@ impl Config {
                 (qkv == output && !mlp && all_rope).then_some(Dialect::Qwen3)
             }
             (qkv, output, _) if qkv == output && all_rope && !windowed => Some(Dialect::Llama),
-            _ if plain && all_rope && self.full_layers.is_empty() => Some(Dialect::Mistral),
+            _ if self.is_mistral() => Some(Dialect::Mistral),
             (qkv, output, _) if qkv == output => Some(Dialect::SmolLm3),
             (true, false, false) if all_rope => Some(Dialect::Qwen2),
             _ => None,

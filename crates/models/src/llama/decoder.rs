@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::{Config, names, resolve::Raw};
+use super::{Config, config::Dialect, names, resolve::Raw};
 use crate::{
     checkpoint::Weights,
     error::{Error, Result},
@@ -100,22 +100,45 @@ impl DecoderConfig for Config {
         self.tied_head
     }
 
-    /// Returns the fields that [`read`](Self::read) reads. Both old and new versions of the
-    /// transformers library read them.
+    /// Returns the fields that [`read`](Self::read) reads.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let Some(dialect) = self.dialect() else {
-            let what = format!(
-                "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of \
-                 head_dim {} in a saved model",
-                self.qkv_bias,
-                self.output_bias,
-                self.mlp_bias,
-                self.rotary_dim,
-                self.head_dim(),
-            );
-            let why = format!("{}: no Hugging Face family has it", path.display());
-            return Err(Error::unsupported(what, why));
-        };
+        match self.dialect() {
+            Some(dialect) => Ok(self.json_of(dialect)),
+            None => Err(self.unsaved(path)),
+        }
+    }
+}
+
+impl Config {
+    /// Returns the fields of Mistral, for families that have its attention.
+    ///
+    /// # Errors
+    /// Fails for a configuration that Mistral cannot have.
+    pub(crate) fn to_mistral_json(&self, path: &Path) -> Result<Map<String, Value>> {
+        match self.is_mistral() {
+            true => Ok(self.json_of(Dialect::Mistral)),
+            false => Err(self.unsaved(path)),
+        }
+    }
+
+    /// Returns the error of a configuration that no family has.
+    fn unsaved(&self, path: &Path) -> Error {
+        let what = format!(
+            "combination of qkv_bias {}, output_bias {}, mlp_bias {}, rotary_dim {} of head_dim \
+             {} in a saved model",
+            self.qkv_bias,
+            self.output_bias,
+            self.mlp_bias,
+            self.rotary_dim,
+            self.head_dim(),
+        );
+        let why = format!("{}: no Hugging Face family has it", path.display());
+        Error::unsupported(what, why)
+    }
+
+    /// Returns the fields of `config.json`. Both old and new versions of the transformers library
+    /// read them.
+    fn json_of(&self, dialect: Dialect) -> Map<String, Value> {
         let (model_type, architecture) = dialect.names();
         let fields = json!({
             "architectures": [architecture],
@@ -135,7 +158,7 @@ impl DecoderConfig for Config {
         });
         let of_dialect = self.fields_of(dialect).into_iter();
         let of_dialect = of_dialect.map(|(field, value)| (field.to_string(), value));
-        let Value::Object(fields) = fields else { return Ok(of_dialect.collect()) };
-        Ok(fields.into_iter().chain(of_dialect).collect())
+        let Value::Object(fields) = fields else { return of_dialect.collect() };
+        fields.into_iter().chain(of_dialect).collect()
     }
 }

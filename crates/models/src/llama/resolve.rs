@@ -73,7 +73,11 @@ impl Raw {
         let new_rope = self.rope_parameters.as_ref();
         let rope = new_rope.or(self.rope_scaling.as_ref());
         // The defaults of the transformers library.
-        let default_theta = if family == "smollm3" { 2_000_000.0 } else { 10_000.0 };
+        let (default_theta, default_epsilon) = match family {
+            "smollm3" => (2_000_000.0, 1e-6),
+            "mixtral" => (1_000_000.0, 1e-5),
+            _ => (10_000.0, 1e-6),
+        };
         let rope_theta =
             new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(default_theta);
         let partial = new_rope
@@ -95,7 +99,7 @@ impl Raw {
             layers_without_rope,
             qk_norms: family == "qwen3",
             max_positions,
-            norm_epsilon: self.rms_norm_eps.unwrap_or(1e-6),
+            norm_epsilon: self.rms_norm_eps.unwrap_or(default_epsilon),
             qkv_bias: bias || family == "qwen2",
             output_bias: bias,
             mlp_bias: self.mlp_bias.unwrap_or(false),

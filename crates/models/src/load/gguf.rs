@@ -62,7 +62,9 @@ fn read_model(
             return Err(Error::config(first, "general.architecture", "missing", rule));
         }
     };
-    let (family, names) = registry::by_architecture(arch).map_err(|known| {
+    let metadata = Metadata::new(header, arch, first);
+    let has_experts = metadata.optional_size("expert_count")?.is_some_and(|n| n > 0);
+    let (family, names) = registry::by_architecture(arch, has_experts).map_err(|known| {
         let why = format!("{} has it; {known} are supported", first.display());
         Error::unsupported(format!("GGUF architecture {arch}"), why)
     })?;
@@ -77,7 +79,7 @@ fn read_model(
         }
     }
     options.apply(&mut weights)?;
-    let model = family.import_gguf(&Metadata::new(header, arch, first), &mut weights)?;
+    let model = family.import_gguf(&metadata, &mut weights)?;
     let model = model.with_packed(weights.kept());
     Ok((model, std::mem::take(weights.notes())))
 }
