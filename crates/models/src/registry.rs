@@ -11,8 +11,8 @@ use crate::{
     gpt_oss::GptOss,
     gpt2::Gpt2,
     llama::Llama,
-    qwen3_5::Qwen35,
     mixtral::Mixtral,
+    qwen3_5::Qwen35,
     qwen3_moe::Qwen3Moe,
 };
 
@@ -23,8 +23,8 @@ static BUILT_IN: &[&dyn Family] = &[
     GptOss::FAMILY,
     DeepseekV4::FAMILY,
     Qwen3Moe::FAMILY,
-    Qwen35::FAMILY,
     Mixtral::FAMILY,
+    Qwen35::FAMILY,
 ];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 

@@ -53,7 +53,7 @@ fn fields_with_several_forms_list_them() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 25] = [
+    let cases: [(&str, Change, &[&str]); 29] = [
         (
             "llama-tiny",
             |c| c["num_hidden_layers"] = json!(4_000_000_000u64),
@@ -98,6 +98,26 @@ fn wrong_configurations_name_field_value_and_rule() {
             &["experts.0.", "[48, 64]", "[32, 64]"],
         ),
         ("qwen3_moe-tiny", |c| c["num_local_experts"] = json!(7), &["mlp.gate", "[8, 64]", "[7, "]),
+        (
+            "mixtral-tiny",
+            |c| c["num_experts_per_tok"] = json!(6),
+            &["num_experts_per_tok = 6", "must be at most num_local_experts 5"],
+        ),
+        (
+            "mixtral-tiny",
+            |c| c["num_local_experts"] = json!(0),
+            &["num_local_experts = 0", "must be between 1 and"],
+        ),
+        (
+            "mixtral-tiny",
+            |c| c["num_local_experts"] = json!(null),
+            &["num_local_experts = missing"],
+        ),
+        (
+            "mixtral-tiny",
+            |c| c["num_local_experts"] = json!(4),
+            &["block_sparse_moe.gate.weight", "[5, 64]", "[4, 64]"],
+        ),
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),
         (

@@ -183,7 +183,9 @@ fn incomplete_blocks_of_16_bits_are_restored_with_a_note() {
 /// with one whose matrices take one.
 fn several_buffers_match_one(device: &Device, most: f32) {
     let scratch = tempfile::tempdir().unwrap();
-    for name in ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny", "qwen3_moe-tiny"] {
+    for name in
+        ["llama-tiny", "gpt2-tiny", "gemma3-tiny", "gpt-oss-tiny", "qwen3_moe-tiny", "mixtral-tiny"]
+    {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         // A row of 64 numbers takes 36 bytes, and the embedding has 256 rows.
@@ -305,9 +307,12 @@ fn experts_are_picked_on_a_gpu<T: Target>(gpu: &On<T>) {
     let folder = fixture("mxfp4");
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let scratch = tempfile::tempdir().unwrap();
-    let without_biases = scratch.path().join("model.gguf");
-    write_gguf(&tiny("qwen3_moe-tiny"), &without_biases, GgmlType::Q4_0, &[]);
-    for path in [folder.clone(), folder.join("model.gguf"), without_biases] {
+    let without_biases = ["qwen3_moe-tiny", "mixtral-tiny"].map(|name| {
+        let file = scratch.path().join(name).with_extension("gguf");
+        write_gguf(&tiny(name), &file, GgmlType::Q4_0, &[]);
+        file
+    });
+    for path in [folder.clone(), folder.join("model.gguf")].into_iter().chain(without_biases) {
         let [on_cpu, on_gpu] =
             [&device(), &**gpu].map(|device| load_with(&path, device, options).unwrap().model);
         assert_eq!(on_gpu.weight_bytes(), on_cpu.weight_bytes());

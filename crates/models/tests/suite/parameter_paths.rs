@@ -34,9 +34,16 @@ impl ModuleVisitor for Paths {
 #[test]
 fn parameters_of_all_families_keep_their_paths() {
     let mut paths = Paths::default();
-    for name in ["gpt2-tiny", "llama-tiny", "gemma3-tiny", "gpt-oss-tiny"] {
+    for name in [
+        "gpt2-tiny",
+        "llama-tiny",
+        "gemma3-tiny",
+        "gpt-oss-tiny",
+        "../deepseek/deepseek-v4-tiny",
+        "qwen3_moe-tiny",
+        "mixtral-tiny",
+    ] {
         load(tiny(name), &device()).unwrap().model.visit(&mut paths);
     }
-    load(tiny("../deepseek/deepseek-v4-tiny"), &device()).unwrap().model.visit(&mut paths);
     assert_eq!(paths.found, include_str!("../fixtures/parameter_paths.txt"));
 }

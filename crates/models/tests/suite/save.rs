@@ -128,8 +128,8 @@ fn gguf_files_become_folders() {
     let device = device();
     let folder = tempfile::tempdir().unwrap();
     let gguf = folder.path().join("tiny.gguf");
-    for name in ["qwen2-tiny", "qwen3_moe-tiny", "phi3-tiny", "llama-tiny", "llama3-rope-tiny"] {
-        write_gguf(&tiny(name), &gguf, GgmlType::Q8_0, &[]);
+    for name in ["qwen2", "qwen3_moe", "mixtral", "phi3", "llama", "llama3-rope"] {
+        write_gguf(&tiny(&format!("{name}-tiny")), &gguf, GgmlType::Q8_0, &[]);
         let model = load(&gguf, &device).unwrap().model;
         let saved = tempfile::tempdir().unwrap();
         save(saved.path(), &model, &words(), SaveOptions::default()).unwrap();

@@ -20,7 +20,7 @@ use crate::common::{
 };
 
 /// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
-const MODELS: [&str; 7] = [
+const MODELS: [&str; 8] = [
     "llama-tiny",
     "gemma3-tiny",
     "gpt-oss-tiny",
@@ -28,6 +28,7 @@ const MODELS: [&str; 7] = [
     "mistral-swa-tiny",
     "qwen3_moe-tiny",
     "qwen3_5-tiny",
+    "mixtral-tiny",
 ];
 const CACHES: [&str; 8] = [
     "float",

@@ -78,7 +78,7 @@ pub(crate) struct GgufTensor {
 }
 
 impl GgufTensor {
-    pub(super) fn new(name: String, shape: &[usize], values: &[f32], kind: GgmlType) -> Self {
+    pub(crate) fn new(name: String, shape: &[usize], values: &[f32], kind: GgmlType) -> Self {
         assert_eq!(values.len(), shape.iter().product::<usize>(), "{name}");
         Self { name, shape: shape.to_vec(), kind, data: kind.quantize(values) }
     }
@@ -104,7 +104,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     let config: Json =
         serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
     let arch = match config["model_type"].as_str().unwrap() {
-        "mistral" => "llama",
+        "mistral" | "mixtral" => "llama",
         "gemma3_text" => "gemma3",
         "gpt_oss" => "gpt-oss",
         "qwen3_moe" => "qwen3moe",
@@ -145,8 +145,10 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     if int("num_experts_per_tok").is_some() {
         put("expert_count", u32(int("num_local_experts")));
         put("expert_used_count", u32(int("num_experts_per_tok")));
-        let width = int("moe_intermediate_size").or(int("intermediate_size"));
-        put("expert_feed_forward_length", u32(width));
+        if arch != "llama" {
+            let width = int("moe_intermediate_size").or(int("intermediate_size"));
+            put("expert_feed_forward_length", u32(width));
+        }
     }
     if arch == "qwen35" {
         for (key, value) in gguf_delta::sizes(&config) {
@@ -176,7 +178,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     let mut tensors = vec![];
     let mut stacks = Stacks::default();
     for (name, shape, values) in read_tensors(&folder.join("model.safetensors")) {
-        if arch == "qwen3moe" && name.contains("mlp.experts.") {
+        if arch != "gpt-oss" && name.contains(".experts.") {
             stacks.add(&name, shape, &values);
             continue;
         }
@@ -386,6 +388,7 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.gate.", "ffn_gate_inp."),
+        ("block_sparse_moe.gate.", "ffn_gate_inp."),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
         ("attn.c_attn", "attn_qkv"),

@@ -8,7 +8,7 @@ use super::{
 };
 
 /// The matrices of all experts of each layer and projection. GGUF files have one tensor for them,
-/// Hugging Face folders of Qwen3-MoE one for each expert.
+/// Hugging Face folders of Qwen3-MoE and Mixtral one for each expert.
 #[derive(Default)]
 pub(super) struct Stacks(BTreeMap<String, Stack>);
 
@@ -19,13 +19,20 @@ struct Stack {
 }
 
 impl Stacks {
-    /// Adds a matrix of one expert, `model.layers.L.mlp.experts.E.PART_proj.weight`.
+    /// Adds a matrix of one expert, `model.layers.L.mlp.experts.E.PART_proj.weight` or
+    /// `model.layers.L.block_sparse_moe.experts.E.PART.weight`.
     pub(super) fn add(&mut self, name: &str, shape: Vec<usize>, values: &[f32]) {
-        let (layer, expert) = name.split_once("mlp.experts.").unwrap();
+        let (block, expert) = name.split_once(".experts.").unwrap();
+        let (layer, _) = block.rsplit_once('.').unwrap();
         let (number, part) = expert.split_once('.').unwrap();
         let number: usize = number.parse().unwrap();
-        let part = part.replace("_proj", "_exps");
-        let name = format!("{}ffn_{part}", gguf_name("qwen3moe", layer));
+        let part = match part {
+            "gate_proj.weight" | "w1.weight" => "gate",
+            "up_proj.weight" | "w3.weight" => "up",
+            "down_proj.weight" | "w2.weight" => "down",
+            other => panic!("{name}: {other}"),
+        };
+        let name = format!("{}.ffn_{part}_exps.weight", gguf_name("qwen3moe", layer));
         let stack = self.0.entry(name).or_default();
         stack.matrix = shape;
         stack.values.resize(stack.values.len().max((number + 1) * values.len()), f32::NAN);

@@ -28,7 +28,7 @@ use serde_json::Value as Json;
 pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 13] = [
+pub(crate) const TINY: [&str; 14] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -42,6 +42,7 @@ pub(crate) const TINY: [&str; 13] = [
     "gpt-oss-tiny",
     "qwen3_moe-tiny",
     "qwen3_5-tiny",
+    "mixtral-tiny",
 ];
 
 /// Runs a case on the device of a GPU backend.
