@@ -2,10 +2,10 @@
 //!
 //! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini),
 //! Qwen3-MoE, Mixtral, Qwen3.5, Gemma 3 and gpt-oss are read by [`load()`] from Hugging Face
-//! folders, PyTorch checkpoints and GGUF files, and written by [`save()`] as Hugging Face folders. A
-//! model is not converted for a quantized cache. Every pass names the format of its cache, for all
-//! layers or, with a [`ModelCacheConfig`], per layer. [`deepseek_v4`] is read from Hugging Face folders,
-//! with weights of 16 or 32 bits.
+//! folders, PyTorch checkpoints and GGUF files, and written by [`save()`] as Hugging Face folders.
+//! A model is not converted for a quantized cache. Every pass names the format of its cache, for
+//! all layers or, with a [`ModelCacheConfig`], per layer. [`deepseek_v4`] is read from Hugging Face
+//! folders, with weights of 16 or 32 bits.
 //!
 //! A [`LanguageModel`] is a [`Decoder`] of any type. Other crates can implement [`Decoder`] and
 //! [`Family`]; [`register`] makes their families known to [`load()`].
