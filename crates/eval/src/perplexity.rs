@@ -259,7 +259,7 @@ fn finish(model: &LanguageModel, plan: &Plan, tally: Tally, float: &[f32]) -> Re
         Mode::Streaming => tally.cache_bytes,
         Mode::Parallel => bytes(&tally.config)?,
     };
-    let first_quantized = tally.config.layers(model.spec()).filter_map(|cache| {
+    let first_quantized = tally.config.caches(model.spec()).filter_map(|cache| {
         let schedule = Schedule::new(&cache);
         (1..plan.window()).find(|&len| schedule.counts(len) != QuantizedCounts::default())
     });

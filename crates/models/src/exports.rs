@@ -28,8 +28,8 @@ pub struct Names {
     pub harmless: fn(&str) -> bool,
     /// Another prefix in checkpoints that contain more than the language model.
     pub text_prefix: Option<&'static str>,
-    /// The starts of the names of tensors that the language model does not use, each with what a
-    /// note to the user says of them.
+    /// The starts of the names of tensors that the language model does not use, each with what they
+    /// are for, which a note tells the user.
     pub unused: &'static [(&'static str, &'static str)],
 }
 

@@ -293,7 +293,9 @@ impl Planned<'_> {
             return 0;
         }
         let layers = &self.spec.layers;
-        let qkv = layers.iter().map(|layer| layer.qkv_rows()).max().unwrap_or(0);
+        // The convolution and the chunks of a recurrent layer take twice as much again.
+        let of = |layer: &LayerSpec| layer.qkv_rows() * if layer.has_cache() { 1 } else { 3 };
+        let qkv = layers.iter().map(of).max().unwrap_or(0);
         let all = pass.saturating_mul(4 * self.spec.hidden_size + 2 * qkv);
         let mlp = pass.min(ROWS).saturating_mul(2 * self.weights.widest);
         let logits = 2 * usage.batch.saturating_mul(self.spec.vocab_size);

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 use kv_cubecl::{
-    AttentionOptions, CacheFloat, CacheShape, KvCacheConfig, KvFormat, Sides,
+    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
     delta::DeltaConfig,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
@@ -157,15 +157,11 @@ impl LayerSpec {
         self.delta.is_none()
     }
 
-    /// Returns the state of a recurrent layer for the capacity and the float type of `config`;
-    /// `None` for a layer with a cache. The state is bf16 if floats are, and otherwise f32, because
-    /// f16 has too small a range.
+    /// Returns the state of a recurrent layer for the capacity of `config`; `None` for a layer with
+    /// a cache. The state is f32 whatever the cache: a state that is rounded after each call would
+    /// depend on how a text is divided into calls.
     pub fn delta_config(&self, config: &KvCacheConfig) -> Option<DeltaConfig> {
-        let float = match config.float {
-            CacheFloat::Bf16 => CacheFloat::Bf16,
-            _ => CacheFloat::F32,
-        };
-        Some(self.delta?.with_float(float).with_capacity(config.capacity))
+        Some(self.delta?.with_capacity(config.capacity))
     }
 
     /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the
@@ -194,8 +190,12 @@ impl LayerSpec {
         CacheShape::new(batch, n_kv_heads, head_dim)
     }
 
-    /// Returns the rows of a fused QKV projection: query heads, key heads, value heads.
+    /// Returns the rows of a fused QKV projection: query heads, key heads, value heads; in a
+    /// recurrent layer also the gates of the output.
     pub fn qkv_rows(&self) -> usize {
+        if let Some(delta) = self.delta {
+            return delta.conv_channels() + delta.value_channels();
+        }
         (self.n_heads + self.n_kv_heads) * self.head_dim.keys
             + self.n_kv_heads * self.head_dim.values
     }

@@ -78,9 +78,17 @@ fn layers_of_all_families_are_named() {
         let names: BTreeSet<&str> = drawn.iter().map(|label| label.name.as_str()).collect();
         let at = folder.display();
         for layer in 0..model.n_layers() {
-            for operation in ["attention_norm", "qkv", "attend", "output", "mlp_norm"] {
-                let name = format!("L{layer}/{operation}");
-                assert!(names.contains(&*name), "{at}: no {name} in {names:?}");
+            // A layer of one of several kinds is a part of its own, as in `L3/attention.qkv`.
+            let [input, mixes] = match model.spec().layers[layer].has_cache() {
+                true => ["qkv", "attend"],
+                false => ["mixed", "delta"],
+            };
+            for operation in ["attention_norm", input, mixes, "output", "mlp_norm"] {
+                let own = |name: &&str| {
+                    let own = name.strip_prefix(&*format!("L{layer}/"));
+                    own.is_some_and(|own| own.rsplit('.').next() == Some(operation))
+                };
+                assert!(names.iter().any(own), "{at}: no {operation} in L{layer} of {names:?}");
             }
             assert!(names.contains(&*format!("L{layer}")), "{at}: no layer {layer}");
         }

@@ -94,8 +94,9 @@ impl Found {
         let columns: Vec<_> = columns.into_iter().flatten().collect();
         let names = columns.iter().map(|(side, format)| format!("{side} as {format}"));
         let mut table = Table::new(["layer".to_string()].into_iter().chain(names));
-        let n_layers = self.sensitivities.last().map_or(0, |part| part.layer + 1);
-        for layer in 0..n_layers {
+        let mut layers: Vec<usize> = self.sensitivities.iter().map(|part| part.layer).collect();
+        layers.dedup();
+        for layer in layers {
             let cell = |&(side, format): &_| {
                 let found = self
                     .sensitivities

@@ -16,6 +16,7 @@ mod files_kept;
 mod generate;
 mod hub;
 mod huge;
+mod hybrid;
 mod index;
 mod installed;
 mod narrow_caches;

@@ -15,6 +15,7 @@ use kv_device::client;
 
 use crate::{
     Error, Result,
+    delta::DeltaConfig,
     layout::{CacheLayout, CacheShape, StreamSpec},
 };
 
@@ -96,6 +97,19 @@ pub(crate) fn check_attend(
         let problem = cube::stream_problem([n_heads, tokens], layout.shape(), len, spec, options);
         problem.check(false, client.properties())?;
         return cube::check_decode(layout, query, len, client.properties());
+    }
+    Ok(())
+}
+
+/// Checks that `device` can step `batch` states of `config`.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the limit.
+#[allow(unused_variables, reason = "without a CubeCL backend there is nothing to refuse")]
+pub(crate) fn check_delta(config: &DeltaConfig, batch: usize, device: &Device) -> Result<()> {
+    #[cfg(feature = "cube")]
+    if let Some(client) = client(device) {
+        crate::kernels::delta::check(&client, config, batch)?;
     }
     Ok(())
 }

@@ -111,7 +111,8 @@ pub fn gated_delta_rule(
     let transposed = key.clone().swap_dims(3, 4);
     let system = scaled.clone().matmul(transposed.clone()) * between.clone();
     let solved = inverse(system, size, &device);
-    // What a token writes if the state before its chunk is 0, and what it takes back otherwise.
+    // The values that tokens write if the state before their chunk is 0, and the keys by which they
+    // read that state and write less.
     let written = solved.clone().matmul(value * strength);
     let seen = solved.matmul(scaled * from_start.clone());
     let within = query.clone().matmul(transposed) * between;

@@ -3,14 +3,14 @@
 use burn::tensor::{Int, Tensor};
 
 use super::{DeltaConfig, DeltaState, DeltaTokens, DeltaWeights};
-use crate::{Error, Result, error::invalid};
+use crate::{CacheFloat, Error, Result, error::invalid};
 
 /// The access of one layer to what it remembers of earlier tokens. With it, the same code of a
 /// layer serves training, evaluation and streaming.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum DeltaMemory<'a> {
-    /// Computes whole sequences at once, with gradients.
+    /// Computes whole sequences at once, with gradients. The state stays f32.
     Parallel(DeltaConfig),
     /// Appends the tokens of the call to this state, the same number to each sequence.
     Cached(&'a mut DeltaState),
@@ -23,6 +23,16 @@ pub enum DeltaMemory<'a> {
 }
 
 impl DeltaMemory<'_> {
+    /// Returns the bytes of the state that the call reads; 0 for whole sequences.
+    pub fn bytes_read(&self) -> usize {
+        match self {
+            Self::Parallel(_) => 0,
+            Self::Cached(state) | Self::Ragged(state, _) | Self::At(state, _) => {
+                state.memory_bytes()
+            }
+        }
+    }
+
     /// Computes everything between the projections of a layer, and remembers the tokens.
     ///
     /// # Shapes
@@ -52,6 +62,12 @@ impl DeltaMemory<'_> {
             }
             Self::At(state, position) => {
                 state.check(&tokens, weights)?;
+                if state.config().float != CacheFloat::F32 {
+                    // A captured graph reads the buffers that it was captured with.
+                    let what = "a step at a position on the device with a state in bf16";
+                    let why = "rounding moves the state to other memory; use f32".into();
+                    return Err(Error::Unsupported { what: what.into(), why });
+                }
                 let (batch, mixed, positions) =
                     (state.lens().len(), tokens.mixed.dims(), position.dims());
                 let wrong = |tensor, shape: &[usize], rule: String| {

@@ -265,6 +265,14 @@ impl DeltaState {
         if state.dims() != empty.state.dims() {
             return wrong("state", &state.dims(), &empty.state.dims());
         }
+        let (conv, state) = (conv.without_autodiff(), state.without_autodiff());
+        for (name, device) in [("conv", conv.device()), ("state", state.device())] {
+            if device != empty.device() {
+                let what = format!("from_parts: {name} on {device:?}");
+                let why = format!("must be on {:?}", empty.device());
+                return Err(Error::Unsupported { what, why });
+            }
+        }
         let (conv, state) = (conv.cast(DType::F32), state.cast(config.float.dtype()));
         Ok(empty.map(lens, conv, state))
     }

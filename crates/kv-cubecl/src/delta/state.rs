@@ -7,7 +7,7 @@ use burn::{
 
 use super::{
     DeltaConfig, DeltaOps, DeltaTokens, DeltaWeights, StepInputs, StepWeights, ops::DeltaStore,
-    tokens::Before,
+    tokens::Carried,
 };
 use crate::{CacheFloat, Error, Result, error::invalid, ops::TokenPosition, sequences::check_room};
 
@@ -36,6 +36,7 @@ impl DeltaState {
         config.memory_bytes(batch)?;
         let device = device.clone().without_autodiff();
         crate::backends::check_device("DeltaState", &device)?;
+        crate::backends::check_delta(config, batch, &device)?;
         let dtype = config.float.dtype();
         if !device.supports_dtype(dtype) {
             return Err(Error::Unsupported {
@@ -116,7 +117,7 @@ impl DeltaState {
             let records = tokens.mixed.is_autodiff();
             let (tokens, weights) = (tokens.without_autodiff(), weights.without_autodiff());
             let before =
-                Before { conv: self.conv.clone(), state: self.state.clone().cast(DType::F32) };
+                Carried { conv: self.conv.clone(), state: self.state.clone().cast(DType::F32) };
             let counts = (!even).then_some(added);
             let (output, after) = weights.whole(&self.config, tokens, Some(before), counts)?;
             self.conv = after.conv;

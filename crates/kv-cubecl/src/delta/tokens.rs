@@ -87,9 +87,9 @@ impl DeltaWeights {
         &self,
         config: &DeltaConfig,
         tokens: DeltaTokens,
-        before: Option<Before>,
+        before: Option<Carried>,
         counts: Option<&[usize]>,
-    ) -> Result<(Tensor<3>, Before)> {
+    ) -> Result<(Tensor<3>, Carried)> {
         let [batch, n] = self.check(config, &tokens)?;
         let (device, dtype) = (tokens.mixed.device(), tokens.mixed.dtype());
         let (channels, heads) = (config.conv_channels(), config.n_value_heads);
@@ -103,7 +103,7 @@ impl DeltaWeights {
         }
         let gate = mixed.clone().narrow(2, channels, config.value_channels());
         let (conv, state) = match before {
-            Some(Before { conv, state }) => (Some(conv), Some(state)),
+            Some(Carried { conv, state }) => (Some(conv), Some(state)),
             None => (None, None),
         };
         let conv =
@@ -147,7 +147,7 @@ impl DeltaWeights {
             }
         };
         let output = self.gated(output.swap_dims(1, 2), gate);
-        Ok((output.cast(dtype), Before { conv, state }))
+        Ok((output.cast(dtype), Carried { conv, state }))
     }
 
     /// Applies the convolution, and SiLU, to the last `n` rows of `[batch, rows, conv_channels]`.
@@ -172,7 +172,7 @@ impl DeltaWeights {
 
 /// The state between calls: the last inputs of the convolution, and the matrices.
 #[derive(Clone, Debug)]
-pub(super) struct Before {
+pub(super) struct Carried {
     pub(super) conv: Tensor<3>,
     pub(super) state: Tensor<4>,
 }

@@ -254,6 +254,32 @@ fn update(
     }
 }
 
+/// Returns the cubes of both launches.
+fn grids(client: &Client, config: &DeltaConfig, batch: usize) -> Result<[Grid; 2]> {
+    let (keys, width) = (config.head_dim.keys, config.head_dim.values);
+    if 2 * keys + width > MOST_SHARED {
+        let what = format!("a delta rule of heads of {keys} and {width} channels");
+        let why = format!("kernels share memory for at most {MOST_SHARED} numbers of them");
+        return Err(Error::Unsupported { what, why });
+    }
+    let n = batch * (config.conv_channels() + config.n_value_heads);
+    let elements = n.max(config.conv_shape(batch).iter().product());
+    let convolve = elementwise(client, "convolution", n, elements)?;
+    let elements = config.state_shape(batch).iter().product();
+    let limits = Limits::of(client.properties());
+    let cubes = (batch * config.n_value_heads).max(1);
+    let update = Grid::new("delta rule", [cubes, 1, 1], UNITS, elements, &limits)?;
+    Ok([convolve, update])
+}
+
+/// Checks that the device can launch a step.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the limit.
+pub(crate) fn check(client: &Client, config: &DeltaConfig, batch: usize) -> Result<()> {
+    grids(client, config, batch).map(drop)
+}
+
 /// Applies the convolution to one token of each sequence, and computes decays and strengths.
 pub(crate) fn launch_convolve(
     client: &Client,
@@ -261,9 +287,7 @@ pub(crate) fn launch_convolve(
     config: &DeltaConfig,
     batch: usize,
 ) -> Result<()> {
-    let n = batch * (config.conv_channels() + config.n_value_heads);
-    let elements = n.max(config.conv_shape(batch).iter().product());
-    let grid = elementwise(client, "convolution", n, elements)?;
+    let [grid, _] = grids(client, config, batch)?;
     let ConvolveBindings { mixed, rates, kernel, log_rate, time_bias, earlier, output, positions } =
         bindings;
     convolve::launch(
@@ -293,15 +317,7 @@ pub(crate) fn launch_update(
     epsilon: f64,
 ) -> Result<()> {
     let (keys, width) = (config.head_dim.keys, config.head_dim.values);
-    if 2 * keys + width > MOST_SHARED {
-        let what = format!("a delta rule of heads of {keys} and {width} channels");
-        let why = format!("kernels share memory for at most {MOST_SHARED} numbers of them");
-        return Err(Error::Unsupported { what, why });
-    }
-    let elements = config.state_shape(batch).iter().product();
-    let limits = Limits::of(client.properties());
-    let cubes = (batch * config.n_value_heads).max(1);
-    let grid = Grid::new("delta rule", [cubes, 1, 1], UNITS, elements, &limits)?;
+    let [_, grid] = grids(client, config, batch)?;
     let UpdateBindings { convolved, mixed, gain, state, output, positions } = bindings;
     update::launch(
         client,

@@ -245,8 +245,8 @@ pub(crate) fn positions(positions: &[i32], device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(positions, (device, DType::I32))
 }
 
-/// All that a state holds, to compare bit for bit: lengths, and bytes of the convolution's inputs
-/// and of the matrices.
+/// The whole contents of a state, to compare bit for bit: lengths, and bytes of the inputs of the
+/// convolution and of the matrices.
 pub(crate) fn snapshot(state: &DeltaState) -> (Vec<usize>, Vec<u8>, Vec<u8>) {
     fn bytes<const D: usize>(tensor: Tensor<D>) -> Vec<u8> {
         // A tensor without an element is not read.

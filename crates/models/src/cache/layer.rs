@@ -280,7 +280,7 @@ impl LayerCache {
         match self {
             Self::Kv(cache) => kv::checkpoint(cache),
             Self::Sparse(cache) => sparse::checkpoint(cache),
-            // A state loses all that it was.
+            // A state contains no earlier one, so all of it is kept.
             Self::Delta(state) => delta::into_data(state),
         }
     }

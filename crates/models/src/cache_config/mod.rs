@@ -242,17 +242,23 @@ impl ModelCacheConfig {
         (0..model.layers.len()).map(move |index| self.layer(model, index))
     }
 
+    /// Returns the caches of the layers of `model` that have one.
+    pub fn caches(&self, model: &ModelSpec) -> impl Iterator<Item = KvCacheConfig> {
+        let caches = self.layers(model).zip(&model.layers);
+        caches.filter(|(_, layer)| layer.has_cache()).map(|(cache, _)| cache)
+    }
+
     /// Returns whether any layer of `model` is quantized.
     pub fn is_quantized(&self, model: &ModelSpec) -> bool {
-        self.layers(model).any(|cache| cache.is_quantized())
+        self.caches(model).any(|cache| cache.is_quantized())
     }
 
     /// Returns whether all layers of `model` are in f32 and see all tokens that the model allows.
     pub fn is_float(&self, model: &ModelSpec) -> bool {
         let float = Self::from(KvCacheConfig::float().with_capacity(self.capacity));
         float
-            .layers(model)
-            .zip(self.layers(model))
+            .caches(model)
+            .zip(self.caches(model))
             .all(|(float, cache)| cache.to_string() == float.to_string())
     }
 

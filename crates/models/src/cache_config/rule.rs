@@ -161,11 +161,13 @@ impl LayerRule {
         }
     }
 
-    /// Returns whether the rule is for some layers, and none of them has a cache.
+    /// Returns whether the rule names layers, and none of them has a cache.
     pub(super) fn lacks_caches(&self, spec: &ModelSpec) -> bool {
         let applies = |&layer: &usize| self.is_for(Place::new(spec, layer), None);
         let mut layers = (0..spec.layers.len()).filter(applies).peekable();
-        layers.peek().is_some() && layers.all(|layer| !spec.layers[layer].has_cache())
+        !self.layers.is_all()
+            && layers.peek().is_some()
+            && layers.all(|layer| !spec.layers[layer].has_cache())
     }
 
     /// Returns whether the rule sets its layers to float and nothing else.

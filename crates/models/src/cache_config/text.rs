@@ -48,9 +48,12 @@ impl ModelCacheConfig {
             return None;
         }
         let n = spec.layers.len();
-        let mut runs: Vec<(usize, usize, KvCacheConfig)> = vec![];
+        let mut runs: Vec<(usize, usize, String)> = vec![];
         for layer in 0..n {
-            let cache = self.ruled(Place::new(spec, layer));
+            let cache = match spec.layers[layer].has_cache() {
+                true => self.ruled(Place::new(spec, layer)).to_string(),
+                false => "state".into(),
+            };
             match runs.last_mut() {
                 Some((_, end, last)) if *last == cache => *end = layer + 1,
                 _ => runs.push((layer, layer + 1, cache)),

@@ -18,12 +18,19 @@ impl Weights {
     /// Removes tensors that the language model does not use, and notes how many.
     pub(super) fn forget_unused(&mut self, names: &Names) {
         for (start, what) in names.unused {
-            let all = self.tensors.len();
-            self.tensors.retain(|name, _| !name.starts_with(start));
-            let unused = all - self.tensors.len();
-            if unused > 0 {
-                self.notes.push(format!("{unused} tensors {start}* are not read: those {what}"));
-            }
+            self.forget(start, what);
+        }
+    }
+
+    /// Removes the tensors whose names begin with `start`, and notes how many. `what` says what
+    /// they are for.
+    pub(crate) fn forget(&mut self, start: &str, what: &str) {
+        let all = self.tensors.len();
+        self.tensors.retain(|name, _| !name.starts_with(start));
+        let unused = all - self.tensors.len();
+        if unused > 0 {
+            let tensors = if unused == 1 { "tensor" } else { "tensors" };
+            self.notes.push(format!("not read: {unused} {tensors} {start}* ({what})"));
         }
     }
 
@@ -131,7 +138,7 @@ impl Weights {
     ) -> Result<Param<Tensor<1>>> {
         let numbers: Vec<f32> = self.floats(name, len)?.into_iter().map(|x| (-x).ln()).collect();
         if let Some(at) = numbers.iter().position(|x| !x.is_finite()) {
-            let why = format!("element {at} must be below 0");
+            let why = format!("element {at} must be finite and below 0");
             return Err(Error::Tensor { path: self.path.clone(), tensor: name.into(), why });
         }
         Ok(self.param(TensorData::new(numbers, [len]).convert_dtype(self.dtype)))

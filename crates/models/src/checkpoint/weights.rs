@@ -45,8 +45,8 @@ pub struct Weights {
     pub(super) gguf: Option<&'static GgufNames>,
     /// The names of the imported family, set by [`begin`](Self::begin).
     pub(super) names: Option<&'static Names>,
-    /// `true` if the names in the file have the family's prefix, for messages.
-    prefixed: bool,
+    /// The family's prefix of names in the file, for messages.
+    prefix: &'static str,
     /// `true` if names in the file are [`Names::aliases`], for messages.
     aliased: bool,
     pub(super) notes: Vec<String>,
@@ -92,7 +92,7 @@ impl Weights {
             dtype: DType::F32,
             gguf,
             names: None,
-            prefixed: false,
+            prefix: "",
             aliased: false,
             notes: vec![],
             packed: None,
@@ -193,7 +193,9 @@ impl Weights {
     pub fn named(&mut self, names: &'static Names) -> Result<()> {
         let Names { family, prefix, layers, embedding, .. } = *names;
         self.names = Some(names);
-        self.prefixed = self.tensors.keys().any(|name| name.starts_with(prefix));
+        let has = |prefix: &str| self.tensors.keys().any(|name| name.starts_with(prefix));
+        let prefixes = names.text_prefix.into_iter().chain([prefix]);
+        self.prefix = prefixes.into_iter().find(|prefix| has(prefix)).unwrap_or("");
         for (name, entry) in std::mem::take(&mut self.tensors) {
             let stripped = names.without_prefix(&name);
             let own = replaced(stripped, names.aliases.iter().copied());
@@ -291,10 +293,8 @@ impl Weights {
     }
 
     pub(super) fn missing(&self, name: &str) -> Error {
-        let prefix = match self.names {
-            Some(names) if self.prefixed && name != names.head => names.prefix,
-            _ => "",
-        };
+        let is_head = self.names.is_some_and(|names| name == names.head);
+        let prefix = if is_head { "" } else { self.prefix };
         let tensor = format!("{prefix}{}", self.spell(name));
         Error::MissingTensor { path: self.path.clone(), tensor }
     }

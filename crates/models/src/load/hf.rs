@@ -78,7 +78,7 @@ fn build(
 ) -> Result<Loaded> {
     let config_path = folder.join("config.json");
     let config = read_to_string(&config_path)?;
-    let header: Header = json(&config, &config_path)?;
+    let header = Header::read(&config, &config_path)?;
     let family = header.family(&config_path)?;
 
     let cache_path = folder.join(KV_CACHE_FILE);
@@ -126,7 +126,7 @@ pub(super) fn outline(
     options: LoadOptions,
     watcher: Watcher,
 ) -> Result<()> {
-    let header: Header = json(config.text, config.path)?;
+    let header = Header::read(config.text, config.path)?;
     let family = header.family(config.path)?;
     let mxfp4 = match header.method() {
         None => false,
@@ -161,7 +161,7 @@ pub(super) fn outline(
 /// Fails for a field that is missing or breaks a rule, for a family that is not known, and for one
 /// whose models cannot be trained from scratch.
 pub fn random(config: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel> {
-    let header: Header = json(config.text, config.path)?;
+    let header = Header::read(config.text, config.path)?;
     header.family(config.path)?.random(config, device)
 }
 
@@ -203,9 +203,29 @@ struct Header {
     /// The type of the floats, under its old and its new name.
     torch_dtype: Option<String>,
     dtype: Option<String>,
+    /// The fields of the language model, in a checkpoint that contains more.
+    text_config: Option<TextHeader>,
+}
+
+/// The fields of a language model that can be beside `text_config` or in it.
+#[derive(Default, Deserialize)]
+struct TextHeader {
+    eos_token_id: Option<Ids>,
+    torch_dtype: Option<String>,
+    dtype: Option<String>,
 }
 
 impl Header {
+    /// Reads the fields; those beside `text_config` come first.
+    fn read(text: &str, path: &Path) -> Result<Self> {
+        let mut header: Self = json(text, path)?;
+        let text = header.text_config.take().unwrap_or_default();
+        header.eos_token_id = header.eos_token_id.or(text.eos_token_id);
+        header.torch_dtype = header.torch_dtype.or(text.torch_dtype);
+        header.dtype = header.dtype.or(text.dtype);
+        Ok(header)
+    }
+
     fn family(&self, path: &Path) -> Result<&'static dyn Family> {
         let model_type = &self.model_type;
         let family = registry::by_model_type(model_type).map_err(|known| {

@@ -42,7 +42,7 @@ impl MoeConfig for Config {
         experts: "block_sparse_moe.experts",
         parts: ["w1", "w3", "w2"],
     };
-    const QK_NORMS: bool = false;
+    const HAS_QK_NORMS: bool = false;
 
     fn base(&self) -> &llama::Config {
         &self.base

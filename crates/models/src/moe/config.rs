@@ -12,7 +12,7 @@ pub trait MoeConfig: DecoderConfig {
     /// The names of the tensors of experts in Hugging Face files.
     const EXPERTS: ExpertNames;
     /// True if every head of queries and keys has a norm.
-    const QK_NORMS: bool;
+    const HAS_QK_NORMS: bool;
 
     /// Returns the configuration of everything except experts.
     fn base(&self) -> &llama::Config;

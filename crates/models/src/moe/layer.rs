@@ -61,7 +61,7 @@ impl<C: MoeConfig> DecoderLayer for Layer<C> {
             qkv: source.fused(&qkv, width, base.qkv_bias)?,
             output: source.residual("self_attn.o_proj", [width, heads], base.output_bias)?,
             mlp_norm: source.norm("post_attention_layernorm", width)?,
-            qk_norms: match C::QK_NORMS {
+            qk_norms: match C::HAS_QK_NORMS {
                 true => Some(source.qk_norms(QK_NORMS, base.attention.head_dim.keys)?),
                 false => None,
             },

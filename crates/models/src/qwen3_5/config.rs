@@ -30,8 +30,8 @@ pub struct Config {
     pub attention_layers: BTreeSet<usize>,
     /// The sizes of linear attention.
     pub delta: DeltaConfig,
-    /// Pairs of channels whose rope is by time, height and width. Those of text are equal, so this
-    /// only matters to software that reads a saved model.
+    /// Pairs of channels whose rope is by time, height and width. A text has one position instead
+    /// of three, so this only matters to software that reads a saved model.
     pub rope_sections: Vec<usize>,
 }
 
@@ -55,6 +55,8 @@ struct RawRope {
 const LINEAR: &str = "linear_attention";
 /// The defaults of the transformers library.
 const INTERVAL: usize = 4;
+const HEAD_DIM: usize = 256;
+const N_KV_HEADS: usize = 4;
 const ROTARY_FACTOR: f64 = 0.25;
 const ROPE_SECTIONS: [usize; 3] = [11, 11, 10];
 
@@ -68,9 +70,15 @@ impl DecoderConfig for Config {
         // The kinds of layers are not Llama's.
         let mut base = ConfigJson { text: &text, ..*json }.parse::<Map<String, Value>>()?;
         base.remove("layer_types");
-        let rope = base.entry("rope_parameters").or_insert_with(|| json!({}));
-        if let Some(rope) = rope.as_object_mut() {
-            rope.entry("partial_rotary_factor").or_insert(ROTARY_FACTOR.into());
+        for (field, default) in [("head_dim", HEAD_DIM), ("num_key_value_heads", N_KV_HEADS)] {
+            base.entry(field).or_insert(default.into());
+        }
+        let ropes = ["rope_parameters", "rope_scaling"].map(|field| base.get(field));
+        let rope = ropes.into_iter().flatten().find(|rope| rope.is_object()).cloned();
+        base.insert("rope_parameters".into(), rope.unwrap_or_else(|| json!({})));
+        let factor = base.get("partial_rotary_factor").cloned().unwrap_or(ROTARY_FACTOR.into());
+        if let Some(Value::Object(rope)) = base.get_mut("rope_parameters") {
+            rope.entry("partial_rotary_factor").or_insert(factor);
         }
         let base = Value::Object(base).to_string();
         let base = llama::Config::read(&ConfigJson { text: &base, ..*json }, notes)?;
@@ -79,9 +87,10 @@ impl DecoderConfig for Config {
             Some(types) => attention_layers(path, types, n_layers)?,
             None => every(path, raw.full_attention_interval.unwrap_or(INTERVAL), n_layers)?,
         };
-        let key_dim = raw.linear_key_head_dim.unwrap_or(128);
-        let head_dim =
-            Sides { keys: key_dim, values: raw.linear_value_head_dim.unwrap_or(key_dim) };
+        let head_dim = Sides {
+            keys: raw.linear_key_head_dim.unwrap_or(128),
+            values: raw.linear_value_head_dim.unwrap_or(128),
+        };
         let sections = raw.rope_parameters.and_then(|rope| rope.mrope_section);
         Ok(Self {
             base: llama::Config { qk_norms: true, ..base },
@@ -98,7 +107,15 @@ impl DecoderConfig for Config {
 
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
-        let base = llama::Config::read_gguf(metadata, weights)?;
+        let mut base = llama::Config::read_gguf(metadata, weights)?;
+        // The last layers predict further tokens, and are not part of the language model.
+        let further = metadata.optional_size("nextn_predict_layers")?.unwrap_or(0);
+        let n_layers = base.n_layers.saturating_sub(further).max(1);
+        for layer in n_layers..base.n_layers {
+            let what = "the prediction of several tokens at once";
+            weights.forget(&format!("layers.{layer}."), what);
+        }
+        base.n_layers = n_layers;
         let interval = metadata.optional_size("full_attention_interval")?.unwrap_or(INTERVAL);
         let n_value_heads = metadata.size("ssm.time_step_rank")?;
         let inner = metadata.size("ssm.inner_size")?;
@@ -119,7 +136,10 @@ impl DecoderConfig for Config {
             base: llama::Config { qk_norms: true, ..base },
             attention_layers,
             // llama.cpp repeats all key heads, and files have value heads in the order of that.
-            delta: delta.with_order(HeadOrder::Tiled),
+            delta: match n_value_heads == delta.n_key_heads {
+                true => delta,
+                false => delta.with_order(HeadOrder::Tiled),
+            },
             rope_sections: ROPE_SECTIONS.to_vec(),
         })
     }
@@ -138,6 +158,10 @@ impl DecoderConfig for Config {
         if !delta.n_value_heads.is_multiple_of(delta.n_key_heads) {
             let rule = format!("must be a multiple of linear_num_key_heads {}", delta.n_key_heads);
             return Err(Error::config(path, "linear_num_value_heads", delta.n_value_heads, rule));
+        }
+        if delta.conv_tokens < 2 {
+            let (field, n) = ("linear_conv_kernel_dim", delta.conv_tokens);
+            return Err(Error::config(path, field, n, "must be at least 2"));
         }
         if self.base.qkv_bias || self.base.output_bias {
             let why = format!("{} has attention_bias true", path.display());

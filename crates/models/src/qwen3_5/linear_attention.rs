@@ -5,11 +5,13 @@ use burn::{
     tensor::Tensor,
 };
 use kv_cubecl::delta::{DeltaConfig, DeltaTokens, DeltaWeights};
+use tracing::trace_span;
 
 use crate::{
     decoder::Role,
     error::Result,
     nn::{Linear, Matrix, Memory, RmsNorm, by_rows},
+    spans::OPERATION,
     stack::{LayerSource, LayerVisitor},
 };
 
@@ -104,7 +106,11 @@ impl LinearAttention {
             gain: self.norm.gamma.val(),
             epsilon: self.norm.epsilon,
         };
-        let heads = memory.delta()?.mix(tokens, &weights)?;
+        let memory = memory.delta()?;
+        let bytes = memory.bytes_read() as u64;
+        let span = trace_span!(target: OPERATION, "delta", bytes).entered();
+        let heads = memory.mix(tokens, &weights)?;
+        drop(span);
         Ok(self.output.forward_added(heads, x))
     }
 }

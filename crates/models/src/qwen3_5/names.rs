@@ -10,8 +10,8 @@ pub(super) const NAMES: Names = Names {
     family: "Qwen3.5",
     text_prefix: Some("model.language_model."),
     unused: &[
-        ("visual.", "of the image encoder, which text does not need"),
-        ("mtp.", "that predict several tokens at once"),
+        ("visual.", "the image encoder"),
+        ("mtp.", "the prediction of several tokens at once"),
     ],
     ..LLAMA_NAMES
 };

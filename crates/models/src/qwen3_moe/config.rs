@@ -38,7 +38,7 @@ impl MoeConfig for Config {
     const NAME: &'static str = "Qwen3Moe";
     const NAMES: &'static Names = &Names { family: "Qwen3-MoE", ..LLAMA_NAMES };
     const EXPERTS: ExpertNames = ExpertNames::QWEN;
-    const QK_NORMS: bool = true;
+    const HAS_QK_NORMS: bool = true;
 
     fn base(&self) -> &llama::Config {
         &self.base

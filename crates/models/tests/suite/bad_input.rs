@@ -53,7 +53,7 @@ fn fields_with_several_forms_list_them() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 29] = [
+    let cases: [(&str, Change, &[&str]); 35] = [
         (
             "llama-tiny",
             |c| c["num_hidden_layers"] = json!(4_000_000_000u64),
@@ -117,6 +117,39 @@ fn wrong_configurations_name_field_value_and_rule() {
             "mixtral-tiny",
             |c| c["num_local_experts"] = json!(4),
             &["block_sparse_moe.gate.weight", "[5, 64]", "[4, 64]"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| {
+                c["layer_types"] = json!(null);
+                c["full_attention_interval"] = json!(0);
+            },
+            &["full_attention_interval = 0", "must be at least 1"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| c["layer_types"] = json!(["linear_attention"]),
+            &["length of layer_types = 1", "must be num_hidden_layers 4"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| c["layer_types"][1] = json!("sliding_attention"),
+            &["unsupported attention sliding_attention", "linear_attention"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| c["linear_num_value_heads"] = json!(3),
+            &["linear_num_value_heads = 3", "a multiple of linear_num_key_heads 2"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| c["linear_conv_kernel_dim"] = json!(1),
+            &["linear_conv_kernel_dim = 1", "must be at least 2"],
+        ),
+        (
+            "qwen3_5-tiny",
+            |c| c["attention_bias"] = json!(true),
+            &["unsupported gated attention with biases", "attention_bias true"],
         ),
         ("llama-tiny", |c| c["model_type"] = json!("mamba"), &["unsupported model_type mamba"]),
         ("llama-tiny", |c| c["head_dim"] = json!(24), &["q_proj.weight", "[96, 96]", "[144, 96]"]),

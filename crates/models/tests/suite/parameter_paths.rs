@@ -42,6 +42,7 @@ fn parameters_of_all_families_keep_their_paths() {
         "../deepseek/deepseek-v4-tiny",
         "qwen3_moe-tiny",
         "mixtral-tiny",
+        "qwen3_5-tiny",
     ] {
         load(tiny(name), &device()).unwrap().model.visit(&mut paths);
     }

@@ -5,16 +5,20 @@ use std::{fs, path::Path};
 
 use burn::tensor::Tensor;
 use kv_models::{
-    LoadOptions, ModelCacheConfig, ids_to_tensor,
+    LoadOptions, ModelCacheConfig, ModelSpec, SaveOptions, ids_to_tensor,
     kv_cubecl::{CacheFloat, KvCacheConfig},
-    load, outline,
+    load, outline, save,
 };
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value as Json, json};
 
-use crate::common::{
-    assert_contains, device, expected, max_difference, read_tensors, tiny, with_config,
+use crate::{
+    common::{
+        GgmlType, GgufTensor, Value, assert_contains, device, expected, gguf_parts, max_difference,
+        read_tensors, tiny, with_config, write_gguf_file,
+    },
+    save::words,
 };
 
 const NAME: &str = "qwen3_5-tiny";
@@ -82,15 +86,15 @@ fn the_text_part_of_a_checkpoint_with_images_loads() {
     let folder = with_images();
     let loaded = load(folder.path(), &device()).unwrap();
     let notes = loaded.notes.join("\n");
-    for part in ["1 tensors visual.*", "image encoder", "1 tensors mtp.*"] {
+    for part in ["not read: 1 tensor visual.* (the image encoder)", "1 tensor mtp.*"] {
         assert!(notes.contains(part), "{notes} lacks {part}");
     }
     let worst = max_difference(logits(folder.path()), logits(&tiny(NAME)));
     assert!(worst == 0.0, "{worst}");
 }
 
-/// Any partition of a text into calls gives the logits of the closed form. The tolerance for
-/// quantized caches is that of single codes, which other roundings of the layers before can change.
+/// Any partition of a text into calls gives the logits of the closed form. Sums are in another
+/// order; in a quantized cache that changes single codes, so there the mean difference is small.
 #[test]
 fn partitions_equal_the_closed_form() {
     let device = device();
@@ -98,7 +102,7 @@ fn partitions_equal_the_closed_form() {
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(31);
     const LEN: usize = 160;
     for (cache, tolerance, n) in
-        [("float", 1e-5, 60), ("k4v4-g32-r32", 2e-3, 20), ("k3v3-g32-r32", 2e-3, 20)]
+        [("float", 5e-5, 60), ("k4v4-g32-r32", 2e-3, 20), ("k3v3-g32-r32", 2e-3, 20)]
     {
         let config: KvCacheConfig = cache.parse().unwrap();
         let ids: Vec<u32> = (0..LEN).map(|_| rng.random_range(0..256)).collect();
@@ -114,9 +118,13 @@ fn partitions_equal_the_closed_form() {
                 let part = ids.clone().narrow(1, state.len(), next);
                 parts.push(model.step(part, &mut state).unwrap());
             }
-            let difference = Tensor::cat(parts, 1) - whole.clone();
-            let mean = difference.clone().abs().mean().into_scalar::<f32>();
-            assert!(mean <= tolerance * largest, "{cache}, case {case}: {mean} of {largest}");
+            let difference = (Tensor::cat(parts, 1) - whole.clone()).abs();
+            let off = match cache {
+                "float" => difference.max(),
+                _ => difference.mean(),
+            };
+            let off = off.into_scalar::<f32>();
+            assert!(off <= tolerance * largest, "{cache}, case {case}: {off} of {largest}");
         }
     }
 }
@@ -132,18 +140,49 @@ fn policies_are_for_layers_with_a_cache() {
     let error = only_recurrent.validate(&model).unwrap_err();
     assert_contains(&error.to_string(), &["rules[1]", "0..3", "recurrent", "state"]);
     policy("[[rules]]\nlayers = \"2..4\"\ncache = \"k4v4-g16\"").validate(&model).unwrap();
-    // The same policy changes nothing of a recurrent layer but the type of its floats.
-    for (name, float, bytes) in
-        [("k4v4-g16-r32", CacheFloat::F32, 4), ("k4v4-g16-r32-bf16", CacheFloat::Bf16, 2)]
-    {
+    // A cache changes nothing of a recurrent layer.
+    for name in ["k4v4-g16-r32", "k4v4-g16-r32-bf16"] {
         let config: KvCacheConfig = name.parse().unwrap();
         let cache = model.new_cache(config.with_capacity(64), 2, &device).unwrap();
         let state = cache.layers()[0].delta().unwrap();
-        assert_eq!(state.config().float, float);
+        assert_eq!(state.config().float, CacheFloat::F32);
         // 4 heads of 16 x 16, and the inputs of 3 tokens in 128 channels.
-        assert_eq!(state.memory_bytes(), 2 * (4 * 16 * 16 * bytes + 3 * 128 * 4));
+        assert_eq!(state.memory_bytes(), 2 * (4 * 16 * 16 + 3 * 128) * 4);
         assert!(cache.layers()[3].kv().is_some());
     }
+    // A cache for all layers fits a model without any layer that has one.
+    let recurrent = ModelSpec::new(256, 64, 512, vec![model.spec().layers[0]; 2]);
+    let four_bits = ModelCacheConfig::from("k4v4".parse::<KvCacheConfig>().unwrap());
+    four_bits.validate(&recurrent).unwrap();
+    assert!(!four_bits.is_quantized(&recurrent));
+}
+
+/// Value heads of GGUF files are in another order, which a saved folder cannot express. Files can
+/// contain further layers that predict several tokens at once.
+#[test]
+fn gguf_files_have_value_heads_in_another_order() {
+    let device = device();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tiny.gguf");
+    let (mut metadata, mut tensors) = gguf_parts(&tiny(NAME), GgmlType::F32, &[]);
+    metadata.retain(|(key, _)| key != "qwen35.block_count");
+    metadata.push(("qwen35.block_count".into(), Value::U32(5)));
+    metadata.push(("qwen35.nextn_predict_layers".into(), Value::U32(1)));
+    for name in ["blk.4.attn_norm.weight", "blk.4.nextn.enorm.weight"] {
+        tensors.push(GgufTensor::new(name.into(), &[64], &[1.0; 64], GgmlType::F32));
+    }
+    write_gguf_file(&file, &metadata, &tensors);
+    let loaded = load(&file, &device).unwrap();
+    assert_contains(
+        &loaded.notes.join("\n"),
+        &["not read: 2 tensors layers.4.*", "several tokens"],
+    );
+    let worst = max_difference(logits(&file), logits(&tiny(NAME)));
+    assert!(worst < 1e-4, "{worst}");
+    let saved = folder.path().join("saved");
+    let error = save(&saved, &loaded.model, &words(), SaveOptions::default()).unwrap_err();
+    assert_contains(&error.to_string(), &["value heads", "GGUF", "Hugging Face folder"]);
+    assert!(!saved.exists());
 }
 
 /// A state contains no earlier one, so a sequence is cut back only to the whole or to nothing.

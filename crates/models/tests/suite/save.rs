@@ -26,7 +26,7 @@ use crate::common::{
 };
 
 /// Returns a tokenizer with three words; the last ends a text.
-fn words() -> Tokenizer {
+pub(crate) fn words() -> Tokenizer {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tokenizer.json");
     let vocab = json!({"a": 0, "b": 1, "<end>": 2});

@@ -200,7 +200,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
         capacity: args.capacity,
         budget,
         held: None,
-        checkpoints: args.checkpoints(prompts.len()),
+        checkpoints: args.checkpoints(prompts.len(), &model),
         saves: args.save_cache.as_ref().map(|_| args.save_reply),
         n_prompt: 0,
         n_turns: 0,
@@ -300,9 +300,13 @@ impl Args {
         }
     }
 
-    fn checkpoints(&self, n_prompts: usize) -> Checkpoints {
+    fn checkpoints(&self, n_prompts: usize, model: &LanguageModel) -> Checkpoints {
+        // A recurrent state contains no earlier one, so without more checkpoints a prompt that
+        // changes its end would be computed again from the start.
+        let recurrent = model.spec().layers.iter().any(|layer| !layer.has_cache());
         match (&self.save_cache, n_prompts) {
             (Some(_), _) => Checkpoints::All,
+            (None, 0) if recurrent => Checkpoints::All,
             (None, 0) => Checkpoints::Ends,
             (None, _) => Checkpoints::None,
         }

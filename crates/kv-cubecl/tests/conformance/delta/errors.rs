@@ -180,6 +180,13 @@ fn calls_that_do_not_fit<T: Target>(on: &On<T>) {
     let message = at(&[3, 3, 3], layer.tokens(0..1, on));
     assert!(message.contains("[3]"), "{message}");
     assert!(snapshot(&state) == before, "a refused call wrote");
+    // Not every device has bf16.
+    if let Ok(mut rounded) = DeltaState::new(&layer.config.with_float(CacheFloat::Bf16), 2, on) {
+        let position = positions(&[3], on);
+        let refused = DeltaMemory::At(&mut rounded, &position);
+        let message = self::message(refused.mix(layer.tokens(0..1, on), &weights));
+        assert!(message.contains("bf16") && message.contains("use f32"), "{message}");
+    }
 }
 
 fn slots_that_cannot_be<T: Target>(on: &On<T>) {

@@ -23,7 +23,7 @@ struct Pair {
     oracles: Vec<DeltaOracle>,
 }
 
-/// One sequence of operations. What it did is in the messages.
+/// One sequence of operations. Messages list the operations so far.
 struct Run<'a, T: Target> {
     on: &'a On<T>,
     rng: Rng,

@@ -8,7 +8,8 @@
 //!
 //! A layer of keys and values has the parts `keys`, `values` and `floats`, as in
 //! [`CacheParts`](kv_cubecl::CacheParts). A layer of sparse attention has the parts of
-//! [`SparseCache::parts`](kv_cubecl::sparse::SparseCache::parts).
+//! [`SparseCache::parts`](kv_cubecl::sparse::SparseCache::parts), and a recurrent layer has `conv`
+//! and `state`, as in [`DeltaPart`](kv_cubecl::delta::DeltaPart).
 //!
 //! A restored cache continues bit for bit, with any capacity. On another backend it has the same
 //! state, and that backend's rounding.

@@ -1,0 +1,72 @@
+//! Evaluation of a model in which only one of four layers has a cache.
+
+use std::{ops::ControlFlow, path::Path};
+
+use kv_cubecl::{Flex, KvCacheConfig, KvFormat, On};
+use kv_eval::{
+    Mode, Plan, layer_errors,
+    search::{SearchPlan, search},
+    twin,
+};
+use kv_models::{LanguageModel, ModelCacheConfig, load};
+
+const TOKENS: usize = 96;
+
+fn hybrid() -> (On<Flex>, LanguageModel, Vec<u32>) {
+    let device = On::<Flex>::open().unwrap();
+    let path = "../models/tests/golden/models/qwen3_5-tiny";
+    let model = load(Path::new(env!("CARGO_MANIFEST_DIR")).join(path), &device).unwrap().model;
+    (device, model, (0..2 * TOKENS as u32 + 2).map(|i| (i * 37 + 11) % 256).collect())
+}
+
+fn config() -> KvCacheConfig {
+    "k2v2-g32-r32".parse().unwrap()
+}
+
+#[test]
+fn errors_are_of_the_layer_with_a_cache() {
+    let (device, model, ids) = hybrid();
+    let errors = layer_errors(&device, &model, &ids[..TOKENS], config()).unwrap();
+    assert_eq!(errors.iter().map(|error| error.layer).collect::<Vec<_>>(), [3]);
+    let twin = twin(&device, &model, &ids[..TOKENS], config(), None, |_| ()).unwrap();
+    assert_eq!(twin.layers.iter().map(|layer| layer.layer).collect::<Vec<_>>(), [3]);
+    assert!(twin.steps.iter().all(|step| step.layers.len() == 1));
+    assert!(twin.layers[0].mean > 0.0);
+}
+
+/// The only choices are those of the keys and the values of layer 3.
+#[test]
+fn a_search_chooses_for_layers_with_a_cache() {
+    let (device, model, ids) = hybrid();
+    let text = |ids: &[u32]| {
+        let none: [ModelCacheConfig; 0] = [];
+        Plan::new(&model, Mode::Parallel, none, ids.to_vec(), TOKENS, None).unwrap()
+    };
+    let (seen, unseen) = ids.split_at(TOKENS + 1);
+    let base = config().with_capacity(512);
+    let bytes = |name: &str| -> usize {
+        let cache = name.parse::<KvCacheConfig>().unwrap().with_capacity(512);
+        let caches = ModelCacheConfig::from(cache);
+        let layers = model.spec().layers.iter().enumerate();
+        let bytes = layers.map(|(i, layer)| {
+            layer.cache_bytes(&caches.layer(model.spec(), i), 1).unwrap().total()
+        });
+        bytes.sum()
+    };
+    let plan = SearchPlan {
+        base,
+        formats: vec![KvFormat::Affine4, KvFormat::Affine2],
+        bytes: bytes("k4v4-g32-r32"),
+        name: "found".into(),
+        seen: text(seen),
+        unseen: text(unseen),
+    };
+    let found = search(&device, &model, &plan, |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(found.sensitivities.len(), 4, "two sides in two formats");
+    assert!(found.sensitivities.iter().all(|part| part.layer == 3));
+    found.policy.validate(&model).unwrap();
+    let shown = found.policy.in_full(model.spec()).unwrap();
+    assert!(shown.contains("layers 0..3 state, layer 3 k"), "{shown}");
+    let own = &found.measured[0];
+    assert!(own.bytes <= plan.bytes && own.seen.kl > 0.0, "{own:?}");
+}
