@@ -40,9 +40,8 @@ pub struct TwinStep {
     pub kl: f32,
     /// Set if both have the same most likely token.
     pub same_top: bool,
-    /// For each layer of attention, in the order of [`Twin::layers`],
-    /// `rms(output - float) / rms(float)` of its attention. It includes the errors
-    /// of the layers before it.
+    /// For each layer of attention, in the order of [`Twin::layers`], `rms(output - float) /
+    /// rms(float)` of its attention. It includes the errors of the layers before it.
     pub layers: Vec<f64>,
 }
 

@@ -34,7 +34,7 @@ fn errors_are_of_the_layer_with_a_cache() {
     assert!(twin.layers[0].mean > 0.0);
 }
 
-/// The only choices are those of the keys and the values of layer 3.
+/// The search chooses only formats of the keys and of the values of layer 3.
 #[test]
 fn a_search_chooses_for_layers_with_a_cache() {
     let (device, model, ids) = hybrid();

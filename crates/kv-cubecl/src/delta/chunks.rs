@@ -138,8 +138,8 @@ pub fn gated_delta_rule(
 /// Returns the inverse of `I + L`, where L is the part of `system` below the diagonal.
 ///
 /// The inverse of `[[A, 0], [B, C]]` is `[[A', 0], [-C' B A', C']]`, with the inverses of A and C.
-/// So the inverses of blocks on the diagonal give those of blocks of twice the size. Powers of L,
-/// whose sum is the inverse too, would cancel each other in f32.
+/// So from the inverses of blocks on the diagonal follow the inverses of blocks of twice the size.
+/// A sum of powers of L is the inverse, too, but in f32 its terms would cancel each other.
 fn inverse(system: Tensor<5>, size: usize, device: &Device) -> Tensor<5> {
     // The blocks B in pairs of blocks of `half` rows.
     let lower_left = |half: usize| {

@@ -3,8 +3,8 @@
 //!
 //! A head keeps a matrix instead of keys and values, so its memory does not grow with the tokens.
 //! With the key k, the value v, the decay a and the strength b of a token, the state S becomes
-//! `a (I - b k kᵀ) S + b k vᵀ`: what the state predicts for the key is replaced by the value. The
-//! output is `Sᵀ q` for the query q. Queries, keys and values first pass a convolution over the
+//! `a (I - b k k^T) S + b k v^T`: what the state predicts for the key is replaced by the value. The
+//! output is `S^T q` for the query q. Queries, keys and values first pass a convolution over the
 //! last few tokens, whose inputs are a part of the state.
 //!
 //! [`DeltaMemory`] serves training, evaluation and streaming: whole sequences are computed in

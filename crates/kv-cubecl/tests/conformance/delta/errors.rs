@@ -158,7 +158,7 @@ fn calls_that_do_not_fit<T: Target>(on: &On<T>) {
         assert!(message.contains(" 4") && message.contains("3 tokens"), "{message}");
     }
 
-    // Another batch than that of the state.
+    // The batch differs from the batch of the state.
     let other = Layer::new(layer.config, 3, 1, 973);
     let position = positions(&[3], on);
     for kind in 0..3 {

@@ -59,7 +59,7 @@ pub(super) fn converted(
     if gguf.ends_with("norm.weight") && stem.is_none() {
         values.iter_mut().for_each(|gain| *gain += 1.0);
     }
-    // Rows of queries and keys come before those of values.
+    // Rows of queries and keys come before rows of values.
     let before = 2 * sizes.key_heads * sizes.key_dim * row;
     if gguf.ends_with("attn_qkv.weight") || stem == Some("conv1d.weight") {
         let tiled = sizes.tiled(&values[before..], sizes.value_dim * row);
