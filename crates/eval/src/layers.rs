@@ -81,7 +81,10 @@ pub fn layer_errors_of(
         if let Ok(layers) = &mut errors {
             let layer_config = config.layer(model.spec(), trace.layer);
             let errors_of = match &trace.kind {
-                TraceKind::Kv(kv) => of_layer(kv, trace.layer, &layer_config, &name),
+                TraceKind::Kv(kv) => {
+                    let shares_values = model.spec().layers[trace.layer].shares_values;
+                    of_layer(kv, shares_values, trace.layer, &layer_config, &name)
+                }
                 TraceKind::Sparse(sparse) => {
                     let stored = model.spec().layers[trace.layer].sparse_config(&layer_config);
                     of_sparse_layer(sparse, trace.layer, stored.as_ref(), &name)
@@ -137,6 +140,7 @@ pub fn side_error(
 
 fn of_layer(
     trace: &KvTrace,
+    shares_values: bool,
     layer: usize,
     config: &KvCacheConfig,
     name: &str,
@@ -160,12 +164,19 @@ fn of_layer(
         false => Ok(rows.clone()),
     };
     let keys = error(&turned(&key, Side::Keys)?, Side::Keys, counts.keys)?;
-    let values = error(&turned(&value, Side::Values)?, Side::Values, counts.values)?;
+    // Values that are channels of keys are quantized as keys.
+    let values = match shares_values {
+        true => SideError::default(),
+        false => error(&turned(&value, Side::Values)?, Side::Values, counts.values)?,
+    };
 
     let fake_quant = FakeQuantOptions::default();
     let memory = KvMemory::Parallel { config: *config, fake_quant, options: trace.options };
     let sinks = trace.sink_logits.clone();
-    let quantized = memory.attend_with_sinks(query, key, value, sinks)?;
+    let quantized = match shares_values {
+        true => memory.attend_shared(query, key, value.dims()[3])?,
+        false => memory.attend_with_sinks(query, key, value, sinks)?,
+    };
     let output_error = output_error(quantized.output, output, name)?;
     Ok(layer_error(layer, keys, values, output_error))
 }

@@ -4,7 +4,8 @@ use burn::tensor::{Int, Tensor};
 
 use crate::{
     Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result,
-    RopeTable, streaming_attention_with, streaming_attention_with_sinks,
+    RopeTable, functions::shared_values, streaming_attention_shared, streaming_attention_with,
+    streaming_attention_with_sinks,
 };
 
 /// The access of one layer's attention to the keys and values of earlier tokens. With it, the same
@@ -52,6 +53,43 @@ impl KvMemory<'_> {
         self.attend_with_sinks(query, key, value, None)
     }
 
+    /// [`attend`](Self::attend) where a value is the first `value_dim` channels of its key: see
+    /// [`CacheShape::with_shared_values`](crate::CacheShape::with_shared_values).
+    ///
+    /// # Errors
+    /// Fails as [`attend`](Self::attend) and [`streaming_attention_shared`] do, and with
+    /// [`Error::Unsupported`] for a cache of another shape.
+    pub fn attend_shared(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value_dim: usize,
+    ) -> Result<Attention> {
+        let shape = match &self {
+            Self::Parallel { config, fake_quant, options } => {
+                return streaming_attention_shared(
+                    query,
+                    key,
+                    value_dim,
+                    config,
+                    *fake_quant,
+                    *options,
+                );
+            }
+            Self::Cached(cache) | Self::Ragged(cache, _) | Self::At(cache, _) => {
+                cache.layout().shape()
+            }
+        };
+        if !shape.shares_values {
+            return Err(Error::Unsupported {
+                what: format!("attend_shared with a cache of {shape}"),
+                why: "it stores values by themselves; allocate it for with_shared_values".into(),
+            });
+        }
+        let value = shared_values(&key, value_dim)?;
+        self.attend(query, key, value)
+    }
+
     /// [`attend`](Self::attend) with a learned sink of each head, `[n_heads]`, if the model has
     /// them: see [`streaming_attention_with_sinks`].
     ///
@@ -91,7 +129,10 @@ impl KvMemory<'_> {
 
     /// Returns whether [`attend_with_rope`](Self::attend_with_rope) accepts one token here.
     pub fn applies_rope(&self) -> bool {
-        matches!(self, Self::Cached(_) | Self::At(..))
+        match self {
+            Self::Cached(cache) | Self::At(cache, _) => !cache.layout().shape().shares_values,
+            Self::Parallel { .. } | Self::Ragged(..) => false,
+        }
     }
 
     /// [`attend_with_sinks`](Self::attend_with_sinks) for one token whose query and key come before

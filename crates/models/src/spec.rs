@@ -36,6 +36,9 @@ pub struct LayerSpec {
     pub sparse: Option<SparseLayer>,
     /// A recurrent state instead of a cache; `None` for a layer of attention.
     pub delta: Option<DeltaConfig>,
+    /// True if a value is the first channels of its key, as in latent attention. The cache then
+    /// stores keys only.
+    pub shares_values: bool,
 }
 
 /// The attention of a layer, in a model that has layers of both kinds.
@@ -113,7 +116,17 @@ impl LayerSpec {
             key_bias: false,
             sparse: None,
             delta: None,
+            shares_values: false,
         }
+    }
+
+    /// Describes a layer of latent attention (DeepSeek-V2, 2024, <https://arxiv.org/abs/2405.04434>)
+    /// whose queries are multiplied into the latent space: all heads attend to one row per token,
+    /// which is the latent of `rank` channels and a key of `rotary_dim` channels after rope. The
+    /// latent is the value.
+    pub fn latent(n_heads: usize, rank: usize, rotary_dim: usize) -> Self {
+        let head_dim = Sides { keys: rank + rotary_dim, values: rank };
+        Self { shares_values: true, ..Self::new(n_heads, 1, head_dim) }
     }
 
     /// Returns the same layer with other options.
@@ -186,8 +199,9 @@ impl LayerSpec {
 
     /// Returns the shape of the layer's cache for `batch` sequences.
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
-        let Self { n_kv_heads, head_dim, .. } = *self;
-        CacheShape::new(batch, n_kv_heads, head_dim)
+        let Self { n_kv_heads, head_dim, shares_values, .. } = *self;
+        let shape = CacheShape::new(batch, n_kv_heads, head_dim);
+        if shares_values { shape.with_shared_values() } else { shape }
     }
 
     /// Returns the rows of a fused QKV projection: query heads, key heads, value heads; in a

@@ -130,7 +130,10 @@ pub(crate) fn check(op: &str, layout: &CacheLayout, device: &Device) -> Result<(
     }
     #[cfg(feature = "cube")]
     if client(device).is_some() {
-        crate::kernels::decode_attention::check(layout)?;
+        match layout.shape().shares_values {
+            true => crate::kernels::shared_attention::check(layout)?,
+            false => crate::kernels::decode_attention::check(layout)?,
+        }
     }
     Ok(())
 }

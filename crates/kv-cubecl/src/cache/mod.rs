@@ -236,8 +236,10 @@ impl KvCache {
     /// Returns the keys or values that are quantized in every sequence, or `None` if none are.
     ///
     /// With a sliding window, they start at the first group that the next token of the longest
-    /// sequence sees. A side with a Hadamard transform is returned transformed.
+    /// sequence sees. A side with a Hadamard transform is returned transformed, and values that are
+    /// [read from keys](CacheShape::with_shared_values) as these keys.
     pub fn packed(&self, side: Side) -> Option<Packed> {
+        let side = self.layout.stored_side(side);
         let spec = self.layout.sides()[side].spec?;
         let shortest = self.lens.iter().copied().min()?;
         let count = self.layout.schedule().counts(shortest)[side];
@@ -337,7 +339,14 @@ impl KvCache {
         let tokens = key.dims()[2];
         let split = self.split(tokens);
         let (key, key_hat) = self.tail(Side::Keys, key, split);
-        let (value, value_hat) = self.tail(Side::Values, value, split);
+        let (value, value_hat) = match self.layout.shape().shares_values {
+            true => {
+                let value_dim = value.dims()[3];
+                let values = |keys: &Tensor<4>| keys.clone().narrow(3, 0, value_dim);
+                (values(&key), values(&key_hat))
+            }
+            false => self.tail(Side::Values, value, split),
+        };
         let schedule = self.layout.schedule();
         let spec = StreamSpec { schedule, first_query: self.len(), first_key: split };
         let options = self.options;
@@ -365,8 +374,9 @@ fn check_fit(
     device: &Device,
 ) -> Result<()> {
     let shape = functions::check_qkv(op, query, key, value)?;
+    let shape = CacheShape { shares_values: cache.shares_values, ..shape };
     if shape != cache {
-        let CacheShape { batch, n_kv_heads, head_dim: Sides { keys, values } } = cache;
+        let CacheShape { batch, n_kv_heads, head_dim: Sides { keys, values }, .. } = cache;
         let (name, tensor) = match shape.of_tokens(Side::Keys, 1) == cache.of_tokens(Side::Keys, 1)
         {
             true => ("value", value),

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Tensor};
 use super::{KvCache, state::State};
 use crate::{
     CacheShape, Error, Result,
-    layout::{CacheLayout, Side, SideLayout, Sides},
+    layout::{CacheLayout, SideLayout, Sides},
 };
 
 impl KvCache {
@@ -46,7 +46,7 @@ impl State {
         let CacheShape { batch, n_kv_heads, .. } = to.shape();
         let slices = to.slices();
         let words = Sides::from_fn(|side| {
-            let [old, new] = [from, to].map(|layout| layout.sides()[side].slice_words());
+            let [old, new] = [from, to].map(|layout| layout.slice_words(side));
             let words = (old > 0 && new > 0).then(|| {
                 let words = self.packed_words(side).narrow(0, 0, slices * old);
                 let words = words.reshape([slices, old]);
@@ -71,7 +71,7 @@ impl State {
         let options = (&floats.device(), floats.dtype());
         let rows = floats.reshape([slices, from.float_elements()]);
         let mut parts = vec![];
-        for side in Side::BOTH {
+        for &side in to.stored_sides() {
             let [old, new] = [from, to].map(|layout| layout.sides()[side]);
             let [n, wanted] = [old, new].map(|side| side.rows() * side.head_dim);
             if n.min(wanted) > 0 {

@@ -83,7 +83,7 @@ impl State {
     pub(super) fn put(&mut self, layout: &CacheLayout, sequence: usize, one: &Self) {
         let slices = layout.slices() / layout.shape().batch;
         let assign = |words: Tensor<1, Int>, side: Side| {
-            let n = slices * layout.sides()[side].slice_words();
+            let n = slices * layout.slice_words(side);
             match n {
                 0 => words,
                 // The tensor may have more words than the sequence.

@@ -10,7 +10,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheShape, CacheState, Error, KvCacheOps, MemoryBytes, Packed,
     Result, RopeTable, Token, TokenPosition, TokenRope,
-    layout::{CacheLayout, QuantSpec, Side, SideLayout, Sides},
+    layout::{CacheLayout, QuantSpec, Side, Sides},
     shapes,
 };
 
@@ -58,8 +58,8 @@ impl State {
     }
 
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
-        let words = |side: SideLayout| side.words(layout.slices());
-        let words = layout.sides().map(|side| Tensor::zeros([words(side)], (device, DType::U32)));
+        let words = |side| Tensor::zeros([layout.words(side)], (device, DType::U32));
+        let words = Sides::from_fn(words);
         let float = layout.config().float.dtype();
         Self::new(words, Tensor::zeros(layout.float_shape(), (device, float)))
     }
@@ -81,7 +81,7 @@ impl State {
         };
         for (side, name) in [(Side::Keys, "keys"), (Side::Values, "values")] {
             let found = (words[side].dims().to_vec(), words[side].dtype());
-            let fits = layout.sides()[side].words(layout.slices());
+            let fits = layout.words(side);
             check(name, found, (vec![fits], DType::U32))?;
         }
         let fits = (layout.float_shape().to_vec(), layout.config().float.dtype());
@@ -242,7 +242,7 @@ impl State {
     /// Returns the words of one side, `[batch, words]`, if there are any. The tensor may have more
     /// words: see [`SideLayout::words`](crate::layout::SideLayout::words).
     fn words(&self, layout: &CacheLayout, side: Side) -> Option<Tensor<2, Int>> {
-        let (batch, words) = (layout.shape().batch, layout.sides()[side].slice_words());
+        let (batch, words) = (layout.shape().batch, layout.slice_words(side));
         let words = layout.slices() / batch * words;
         (words > 0)
             .then(|| self.packed_words(side).narrow(0, 0, batch * words).reshape([batch, words]))

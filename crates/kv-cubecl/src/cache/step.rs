@@ -130,6 +130,11 @@ impl KvCache {
 
     fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
+        if self.layout.shape().shares_values {
+            let why = "rope would turn the channels of values, which come first; apply it before";
+            let what = format!("{op} with a cache whose values are channels of keys");
+            return Err(Error::Unsupported { what, why: why.to_string() });
+        }
         let head_dim = self.layout.shape().head_dim.keys;
         if rope.rotary_dim() > head_dim {
             let rule = format!("must cover at most the {head_dim} channels of a key");

@@ -55,7 +55,9 @@ impl KvCache {
             );
             return Err(invalid("len", len, rule));
         }
-        Side::BOTH.into_iter().for_each(|side| self.restore_rows(side, sequence, len));
+        for &side in self.layout.stored_sides() {
+            self.restore_rows(side, sequence, len);
+        }
         self.lens[sequence] = len;
         Ok(())
     }

@@ -205,6 +205,19 @@ impl KvCacheConfig {
         self
     }
 
+    /// Returns the configuration of a cache that reads values from its keys, which is of a shape
+    /// [with shared values](crate::CacheShape::with_shared_values): values have the format of keys,
+    /// and no Hadamard transform. Fields that only values need are reset as in
+    /// [`with_formats`](Self::with_formats).
+    #[must_use]
+    pub const fn with_shared_values(self) -> Self {
+        let mut shared = self.with_formats(self.keys, KvFormat::Float);
+        shared.hadamard_values = false;
+        shared.values = shared.keys;
+        shared.value_range = shared.key_range;
+        shared
+    }
+
     /// Returns the format of a side.
     pub const fn format(&self, side: Side) -> KvFormat {
         match side {

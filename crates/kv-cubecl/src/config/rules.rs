@@ -2,7 +2,7 @@
 
 use super::{KvCacheConfig, default_residual, is_per_token};
 use crate::{
-    Result,
+    CacheShape, Result,
     error::invalid,
     formats::KvFormat,
     sides::{Side, Sides},
@@ -93,6 +93,33 @@ impl KvCacheConfig {
         self.validate_tiles()?;
         self.validate_groups(head_dim)?;
         self.validate_hadamard(head_dim)
+    }
+
+    /// Checks every rule that does not depend on a device, for a cache of this shape.
+    ///
+    /// # Errors
+    /// Fails as [`validate`](Self::validate) does. If values are channels of keys, only the format
+    /// of keys matters, and must not need a Hadamard transform, which would mix these channels with
+    /// the others.
+    pub fn validate_shape(&self, shape: CacheShape) -> Result<()> {
+        let Sides { keys: width, values } = shape.head_dim;
+        if !shape.shares_values {
+            return self.validate(shape.head_dim);
+        }
+        if values == 0 || values > width {
+            let rule = format!("values are channels of keys: must be 1 to {width}");
+            return Err(invalid("head_dim", values, rule));
+        }
+        let keys = self.with_shared_values();
+        if keys.uses_hadamard_keys() {
+            let rule = format!(
+                "keys as {}, whose first channels are the values, cannot get a Hadamard transform; \
+                 try k4v4 or kint8vint8",
+                keys.keys
+            );
+            return Err(invalid("hadamard_keys", true, rule));
+        }
+        Self { values: KvFormat::Float, ..keys }.validate(width)
     }
 
     fn validate_sliding_window(&self) -> Result<()> {

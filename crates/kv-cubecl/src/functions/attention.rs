@@ -6,6 +6,7 @@ use burn::{
 use crate::{
     Attention, AttentionOptions, CacheFloat, Error, FakeQuantOptions, KvCacheConfig, KvCacheOps,
     Result,
+    error::invalid,
     layout::{CacheLayout, CacheShape, Side, SideLayout, Sides, StreamSpec},
 };
 
@@ -59,7 +60,48 @@ pub fn streaming_attention_with(
     fake_quant: FakeQuantOptions,
     options: AttentionOptions,
 ) -> Result<Attention> {
-    attend_parallel(query, key, value, None, config, fake_quant, options)
+    let layout = check_parallel(&query, &key, &value, config, options, false)?;
+    let attend = Attend { layout: &layout, fake_quant, options, sink_logits: None };
+    Ok(attend.closed_form(query, key, value))
+}
+
+/// Computes [`streaming_attention_with`] where a value is the first `value_dim` channels of its
+/// key, as a cache of [such a shape](CacheShape::with_shared_values) does.
+///
+/// # Shapes
+/// - as those of [`streaming_attention`], without `value`; output: `value_dim` channels
+///
+/// # Errors
+/// Fails as [`streaming_attention`] does, and with [`Error::InvalidConfig`] for a `value_dim` of 0
+/// or above the channels of `key`, and for keys after a Hadamard transform.
+pub fn streaming_attention_shared(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value_dim: usize,
+    config: &KvCacheConfig,
+    fake_quant: FakeQuantOptions,
+    options: AttentionOptions,
+) -> Result<Attention> {
+    let value = shared_values(&key, value_dim)?;
+    let layout = check_parallel(&query, &key, &value, config, options, true)?;
+    let attend = Attend { layout: &layout, fake_quant, options, sink_logits: None };
+    Ok(attend.closed_form(query, key, value))
+}
+
+/// Returns the values that are the first `value_dim` channels of `key`.
+///
+/// # Errors
+/// [`Error::InvalidConfig`] for a `value_dim` of 0 or above the channels of `key`.
+pub(crate) fn shared_values(key: &Tensor<4>, value_dim: usize) -> Result<Tensor<4>> {
+    let width = key.dims()[3];
+    match value_dim == 0 || value_dim > width {
+        true => Err(invalid(
+            "value_dim",
+            value_dim,
+            format!("must be 1 to {width}, the channels of key"),
+        )),
+        false => Ok(key.clone().narrow(3, 0, value_dim)),
+    }
 }
 
 /// Computes [`streaming_attention_with`] with a learned sink per query head.
@@ -80,20 +122,24 @@ pub fn streaming_attention_with_sinks(
     fake_quant: FakeQuantOptions,
     options: AttentionOptions,
 ) -> Result<Attention> {
-    attend_parallel(query, key, value, Some(sink_logits), config, fake_quant, options)
+    let layout = check_parallel(&query, &key, &value, config, options, false)?;
+    check_sinks("streaming_attention", &sink_logits, query.dims()[1])?;
+    let attend = Attend { layout: &layout, fake_quant, options, sink_logits: Some(sink_logits) };
+    Ok(attend.closed_form(query, key, value))
 }
 
-fn attend_parallel(
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    sink_logits: Option<Tensor<1>>,
+/// Checks the arguments of a function of this file and returns the layout of its cache.
+fn check_parallel(
+    query: &Tensor<4>,
+    key: &Tensor<4>,
+    value: &Tensor<4>,
     config: &KvCacheConfig,
-    fake_quant: FakeQuantOptions,
     options: AttentionOptions,
-) -> Result<Attention> {
+    shares_values: bool,
+) -> Result<CacheLayout> {
     options.validate()?;
-    let shape = check_qkv("streaming_attention", &query, &key, &value)?;
+    let shape = check_qkv("streaming_attention", query, key, value)?;
+    let shape = CacheShape { shares_values, ..shape };
     if query.dims()[2] != key.dims()[2] {
         return Err(Error::Shape {
             op: "streaming_attention",
@@ -102,20 +148,16 @@ fn attend_parallel(
             rule: format!("must have the {} tokens of key", key.dims()[2]),
         });
     }
-    if let Some(logits) = &sink_logits {
-        check_sinks("streaming_attention", logits, query.dims()[1])?;
-    }
     // No cache is allocated here, so any valid capacity will do.
     let layout = CacheLayout::new(&config.with_capacity(1), shape)?;
     let device = query.device();
     crate::backends::check("streaming_attention", &layout, &device)?;
-    let spec = StreamSpec::whole(config);
+    let spec = layout.stream();
     let n_heads = query.dims()[1];
     crate::backends::check_stream(n_heads, shape, key.dims()[2], spec, &device)?;
-    debug_check_finite("streaming_attention", "key", &key)?;
-    debug_check_finite("streaming_attention", "value", &value)?;
-    let attend = Attend { layout: &layout, fake_quant, options, sink_logits };
-    Ok(attend.closed_form(query, key, value))
+    debug_check_finite("streaming_attention", "key", key)?;
+    debug_check_finite("streaming_attention", "value", value)?;
+    Ok(layout)
 }
 
 /// Applies the Hadamard transform to a side if the cache stores it transformed.
@@ -198,7 +240,11 @@ impl Attend<'_> {
             Some(spec) => fake_quantize_from(tensor.clone(), spec, skip, fake_quant.gradient),
             None => tensor.clone(),
         };
-        let (key_hat, value_hat) = (hat(&key, sides.keys), hat(&value, sides.values));
+        let key_hat = hat(&key, sides.keys);
+        let value_hat = match layout.shape().shares_values {
+            true => key_hat.clone().narrow(3, 0, value.dims()[3]),
+            false => hat(&value, sides.values),
+        };
         let (sides, spec) = match fake_quant.quantize_everything {
             // Every row sees the restored form of every token.
             true => {
@@ -206,7 +252,7 @@ impl Attend<'_> {
                 let spec = StreamSpec::whole(&float.with_sink_tokens(config.sink_tokens));
                 ([key_hat.clone(), key_hat, value_hat.clone(), value_hat], spec)
             }
-            false => ([key, key_hat, value, value_hat], StreamSpec::whole(config)),
+            false => ([key, key_hat, value, value_hat], layout.stream()),
         };
         let attention = stream(query, sides, sink_logits, spec, options);
         attention.undo_hadamard(config).with_dtype(dtype)

@@ -7,10 +7,12 @@ mod quantize;
 pub(crate) mod running;
 
 pub(crate) use attention::{
-    Attend, check_qkv, floats, hadamard_query_key, hadamard_side, hadamard_values, store, stream,
+    Attend, check_qkv, floats, hadamard_query_key, hadamard_side, hadamard_values, shared_values,
+    store, stream,
 };
 pub use attention::{
-    hadamard, streaming_attention, streaming_attention_with, streaming_attention_with_sinks,
+    hadamard, streaming_attention, streaming_attention_shared, streaming_attention_with,
+    streaming_attention_with_sinks,
 };
 pub(crate) use frames::attend_frame;
 pub use frames::frame_attention;

@@ -24,11 +24,13 @@ pub(crate) mod chunk_attention;
 pub(crate) mod decode_attention;
 pub(crate) mod delta;
 pub(crate) mod hadamard;
+mod head_rows;
 mod layout;
 pub(crate) mod quantize;
 pub(crate) mod rope;
 mod row_blocks;
 mod scores;
+pub(crate) mod shared_attention;
 pub(crate) mod sparse;
 pub(crate) mod streaming_attention;
 

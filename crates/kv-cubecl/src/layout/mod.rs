@@ -41,12 +41,25 @@ pub struct CacheShape {
     pub n_kv_heads: usize,
     /// Channels per head, of keys (and queries) and of values.
     pub head_dim: Sides<usize>,
+    /// True if a value is the first channels of its key, so that only keys are stored:
+    /// [`with_shared_values`](Self::with_shared_values).
+    pub shares_values: bool,
 }
 
 impl CacheShape {
     /// `head_dim` is one number for keys and values, or a number for each.
     pub fn new(batch: usize, n_kv_heads: usize, head_dim: impl Into<Sides<usize>>) -> Self {
-        Self { batch, n_kv_heads, head_dim: head_dim.into() }
+        Self { batch, n_kv_heads, head_dim: head_dim.into(), shares_values: false }
+    }
+
+    /// Returns the same shape with values that are the first channels of the keys, as in the latent
+    /// attention of DeepSeek-V2 (2024, <https://arxiv.org/abs/2405.04434>).
+    ///
+    /// A cache of this shape stores and quantizes keys only, and reads its values from them. It
+    /// takes values as other caches do, but only their shape counts.
+    #[must_use]
+    pub const fn with_shared_values(self) -> Self {
+        Self { shares_values: true, ..self }
     }
 
     /// Returns the shape of the keys or values of `tokens` tokens.
@@ -61,9 +74,13 @@ impl CacheShape {
 
 impl fmt::Display for CacheShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { batch, n_kv_heads, head_dim: Sides { keys, values } } = self;
+        let Self { batch, n_kv_heads, head_dim: Sides { keys, values }, shares_values } = self;
         write!(f, "batch {batch}, {n_kv_heads} heads of {keys} channels")?;
-        if keys == values { Ok(()) } else { write!(f, " for keys and {values} for values") }
+        match shares_values {
+            true => write!(f, ", the first {values} of them values"),
+            false if keys == values => Ok(()),
+            false => write!(f, " for keys and {values} for values"),
+        }
     }
 }
 
@@ -96,7 +113,11 @@ impl CacheLayout {
         shape: CacheShape,
         newest: usize,
     ) -> Result<Self> {
-        config.validate(shape.head_dim)?;
+        config.validate_shape(shape)?;
+        let config = &match shape.shares_values {
+            true => config.with_shared_values(),
+            false => *config,
+        };
         for (field, value) in [("batch", shape.batch), ("n_kv_heads", shape.n_kv_heads)] {
             if value == 0 {
                 return Err(crate::error::invalid(field, value, "must be at least 1"));
@@ -104,11 +125,17 @@ impl CacheLayout {
         }
         let mut keys = side(config, shape, newest, Side::Keys, 0);
         let first_value = keys.rows().saturating_mul(keys.head_dim);
-        let mut values = side(config, shape, newest, Side::Values, first_value);
+        let mut values = match shape.shares_values {
+            true => keys,
+            false => side(config, shape, newest, Side::Values, first_value),
+        };
         if keys.rows() == 0 && values.rows() == 0 {
             // Where nothing is ever in float: no tensor of a cache is empty.
             keys.ring = 1;
-            values.first_element = keys.head_dim;
+            match shape.shares_values {
+                true => values = keys,
+                false => values.first_element = keys.head_dim,
+            }
         }
         let layout = Self { config: *config, shape, sides: Sides { keys, values } };
         // So that the kernels of every device can index every buffer, with u32 where they have no
@@ -133,7 +160,48 @@ impl CacheLayout {
 
     /// When tokens are quantized.
     pub const fn schedule(&self) -> Schedule {
-        Schedule::new(&self.config)
+        let mut schedule = Schedule::new(&self.config);
+        if self.shape.shares_values {
+            schedule.sides.values = schedule.sides.keys;
+        }
+        schedule
+    }
+
+    /// The whole sequence from an empty cache.
+    pub(crate) const fn stream(&self) -> StreamSpec {
+        StreamSpec { schedule: self.schedule(), first_query: 0, first_key: 0 }
+    }
+
+    /// Returns the sides that the cache stores: keys only, if it reads values from them.
+    pub const fn stored_sides(&self) -> &'static [Side] {
+        match self.shape.shares_values {
+            true => &[Side::Keys],
+            false => &Side::BOTH,
+        }
+    }
+
+    /// Returns the side that stores the tokens of `side`.
+    pub(crate) const fn stored_side(&self, side: Side) -> Side {
+        match self.shape.shares_values {
+            true => Side::Keys,
+            false => side,
+        }
+    }
+
+    /// Packed words of one (batch, kv head) slice that the cache stores for `side`.
+    pub fn slice_words(&self, side: Side) -> usize {
+        match self.stored_sides().contains(&side) {
+            true => self.sides[side].slice_words(),
+            false => 0,
+        }
+    }
+
+    /// Words of the tensor of `side`: see [`SideLayout::words`].
+    pub fn words(&self, side: Side) -> usize {
+        match self.stored_sides().contains(&side) {
+            true => self.sides[side].words(self.slices()),
+            false => SideLayout::FEWEST_WORDS,
+        }
     }
 
     /// (batch, kv head) slices.
@@ -141,7 +209,7 @@ impl CacheLayout {
         self.shape.batch * self.shape.n_kv_heads
     }
 
-    /// Returns the layout of each side.
+    /// Returns the layout of each side. Where values are read from keys, both are that of keys.
     pub const fn sides(&self) -> Sides<SideLayout> {
         self.sides
     }
@@ -199,19 +267,19 @@ impl CacheLayout {
     pub fn bytes_read(&self, len: usize) -> usize {
         let (sides, schedule) = (self.sides(), self.schedule());
         let (first_float, begin) = (schedule.first_float(len), schedule.begin(len).min(len));
-        let bytes = Side::BOTH.map(|side| {
+        let bytes = self.stored_sides().iter().map(|&side| {
             // Of fewer tokens than sinks none is packed.
             let packed = first_float[side].min(len).saturating_sub(begin);
             let seen = len - begin + begin.min(schedule.sink_tokens);
             let floats = (seen - packed) * sides[side].head_dim;
             4 * sides[side].packed_words(packed) + self.config.float.size() * floats
         });
-        self.slices() * bytes.iter().sum::<usize>()
+        self.slices() * bytes.sum::<usize>()
     }
 
     /// Bytes a cache of this layout allocates.
     pub fn memory_bytes(&self) -> MemoryBytes {
-        let words = self.sides().map(|side| side.words(self.slices()));
+        let words = Sides::from_fn(|side| self.words(side));
         let floats = self.slices() * self.float_elements();
         MemoryBytes {
             keys: 4 * words.keys,

@@ -26,6 +26,10 @@ pub struct SideLayout {
 }
 
 impl SideLayout {
+    /// Fewest words of a tensor of packed tokens, because a kernel that reads four at once must not
+    /// be given fewer.
+    pub(crate) const FEWEST_WORDS: usize = 4;
+
     /// Float rows: sinks and ring.
     pub const fn rows(&self) -> usize {
         self.sinks + self.ring
@@ -84,6 +88,6 @@ impl SideLayout {
     /// have where little or nothing is ever quantized, because a kernel that reads four at once
     /// must not be given fewer.
     pub fn words(&self, slices: usize) -> usize {
-        (slices * self.slice_words()).max(4)
+        (slices * self.slice_words()).max(Self::FEWEST_WORDS)
     }
 }

@@ -234,7 +234,8 @@ impl ModelCacheConfig {
                 cache.with_sliding_window(Some(window)).with_sink_tokens(0)
             }
         };
-        cache.in_layer(index, layers.len())
+        let cache = cache.in_layer(index, layers.len());
+        if layers[index].shares_values { cache.with_shared_values() } else { cache }
     }
 
     /// Returns the caches of all layers of `model`, first to last.

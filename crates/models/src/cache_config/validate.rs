@@ -49,10 +49,11 @@ impl ModelCacheConfig {
                     return Err(Error::unsupported(format!("the cache {own}"), why));
                 }
             }
+            let shape = layer.cache_shape(1);
             let fits =
-                own.validate(layer.head_dim).and_then(|()| match layer.sparse_config(&stored) {
+                own.validate_shape(shape).and_then(|()| match layer.sparse_config(&stored) {
                     Some(sparse) => sparse.validate(),
-                    None => stored.validate(layer.head_dim),
+                    None => stored.validate_shape(shape),
                 });
             fits.map_err(|error| self.in_rule(i, spec, error))?;
         }

@@ -23,6 +23,7 @@ use crate::{
         decode_attention::{self, DecodeBindings, DecodeProblem},
         hadamard::{HadamardBindings, RopeBefore, launch_hadamard, launch_hadamard_keys_values},
         rope::{self, RopeBinding},
+        shared_attention,
     },
     layout::{CacheLayout, QuantSpec, Side, Sides},
     scores::Scores,
@@ -76,9 +77,10 @@ pub(super) fn write(
     let client = &floats.client;
     // All sides, before rows are written over that they read.
     let sides = [(Side::Keys, &key, &keys), (Side::Values, &value, &values)];
+    let sides = &sides[..layout.stored_sides().len()];
     let read_twice =
         |side| layout.sides()[side].spec.is_some_and(|spec: QuantSpec| spec.reads_twice());
-    for (side, chunk, words) in sides.into_iter().filter(|(side, ..)| read_twice(*side)) {
+    for &(side, chunk, words) in sides.iter().filter(|(side, ..)| read_twice(*side)) {
         if flushes[side] {
             let rope = step.rope.filter(|_| side == Side::Keys).map(rope_binding);
             let (floats, chunk_elem) = (arg(&floats), elem(chunk));
@@ -93,11 +95,11 @@ pub(super) fn write(
         let (chunk, key, value) = (elem(&key), arg(&key), arg(&value));
         launched(cache::launch_write_token(client, key, value, bindings, chunk, &problem));
     } else {
-        for (side, chunk, words) in sides.into_iter().filter(|(side, ..)| !read_twice(*side)) {
+        for &(side, chunk, words) in sides.iter().filter(|(side, ..)| !read_twice(*side)) {
             let (floats, chunk, words) = (arg(&floats), arg(chunk), arg(words));
             launched(cache::launch_flush(client, floats, chunk, words, &problem, side));
         }
-        for (side, chunk, _) in sides {
+        for &(side, chunk, _) in sides {
             launched(cache::launch_append(client, arg(chunk), arg(&floats), &problem, side));
         }
     }
@@ -120,7 +122,9 @@ pub(super) fn decode_attention(
     let rows = shape[1] / layout.shape().n_kv_heads * shape[2];
     let (float, scores) = (elem(&state.floats), options.scores(shape[3]));
     let problem = DecodeProblem { layout, len, tokens, rows, float, query: elem(&query), scores };
+    let shared = layout.shape().shares_values;
     let plan = match step.position {
+        _ if shared => None,
         Some(_) => None,
         None => chunk_attention::plan(&problem, query.client.properties()),
     };
@@ -151,6 +155,7 @@ pub(super) fn decode_attention(
     };
     let client = &query.client;
     launched(match plan {
+        None if shared => shared_attention::launch(client, bindings, &problem),
         Some(plan) => chunk_attention::launch_ref(client, bindings, &problem, &plan),
         None => decode_attention::launch_ref(client, bindings, &problem),
     });
@@ -173,6 +178,9 @@ pub(in crate::backends) fn check_decode(
     let float = ElemType::Float(FloatKind::F32);
     let (query, scores) = (float, Scores::PLAIN);
     let problem = DecodeProblem { layout: *layout, len, tokens: len, rows, float, query, scores };
+    if layout.shape().shares_values {
+        return shared_attention::check_size(&problem, properties);
+    }
     match chunk_attention::plan(&problem, properties) {
         Some(plan) => chunk_attention::grid_of(&problem, &plan, properties).map(drop),
         None => decode_attention::check_size(&problem, properties),

@@ -286,7 +286,7 @@ pub(super) fn stream_problem(
     spec: StreamSpec,
     options: AttentionOptions,
 ) -> StreamProblem {
-    let CacheShape { batch, n_kv_heads, head_dim } = shape;
+    let CacheShape { batch, n_kv_heads, head_dim, .. } = shape;
     let (slices, n_rep) = (batch * n_kv_heads, heads / n_kv_heads);
     let scores = options.scores(head_dim.keys);
     StreamProblem { spec, slices, n_rep, m, n, head_dim, scores }

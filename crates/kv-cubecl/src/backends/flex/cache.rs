@@ -68,7 +68,7 @@ pub(super) fn flush(
     let (before, after) = (schedule.counts(len), schedule.counts(len + added));
     let floats = Floats::of(&state.floats, float);
     let slice_floats = layout.float_elements();
-    for side in Side::BOTH {
+    for &side in layout.stored_sides() {
         let (place, chunk) = (&sides[side], chunks[side]);
         let head_dim = place.head_dim;
         let Some(packed) = place.packed() else { continue };
@@ -142,7 +142,9 @@ pub(super) fn append(
 ) -> CacheState<Flex> {
     let (sides, kept) = (layout.sides(), layout.schedule().first_kept(len + added));
     let slice_floats = layout.float_elements();
-    let both = slices.clone().flat_map(|slice| Side::BOTH.map(|side| (slice, side)));
+    let both = slices
+        .clone()
+        .flat_map(|slice| layout.stored_sides().iter().map(move |&side| (slice, side)));
     let rows = both.flat_map(|(slice, side)| {
         let (place, first) = (sides[side], kept[side]);
         let stays = move |&token: &usize| token < place.sinks || token >= first;

@@ -18,6 +18,9 @@ use crate::{formats::flex::TILE, layout::Sides, scores::Scores, simd};
 /// Query rows whose scores are in memory at once.
 const ROW_BLOCK: usize = 256;
 
+/// Fewest query rows of a thread: each restores the tokens again.
+const FEWEST_ROWS: usize = 32;
+
 /// Scores that are in memory at once, few enough for a core's own cache; more for long groups.
 const SCORES: usize = 1 << 16;
 
@@ -33,8 +36,10 @@ pub(super) fn attend<'a>(
     factor: f32,
     [output, lse]: [&mut [f32]; 2],
 ) {
-    let block = rows.min(ROW_BLOCK);
     let of_heads = lse.len() / rows;
+    // A decode step may have fewer heads than there are threads, and then divides their rows.
+    let parts = rayon::current_num_threads().div_ceil(of_heads);
+    let block = rows.min(rows.div_ceil(parts).clamp(FEWEST_ROWS, ROW_BLOCK));
     let head_dim = Sides { keys: query.len(), values: output.len() }.map(|n| n / of_heads / rows);
     output
         .par_chunks_mut(rows * head_dim.values)
@@ -76,12 +81,16 @@ impl Slice<'_> {
             widened: vec![0.0; TILE * key_dim.max(value_dim)],
             maxima: vec![f32::NEG_INFINITY; rows],
             sums: vec![0.0; rows],
-            coded: Coded::new(
-                [&self.keys, &self.values].map(SideSlice::packed_layout),
-                query.data,
-                key_dim,
-                scores.scale,
-            ),
+            coded: match self.layout.shape().shares_values {
+                // Products with codes take all channels of a value.
+                true => None,
+                false => Coded::new(
+                    [&self.keys, &self.values].map(SideSlice::packed_layout),
+                    query.data,
+                    key_dim,
+                    scores.scale,
+                ),
+            },
         };
         let schedule = self.layout.schedule();
         let begin = schedule.begin(tokens);
@@ -163,9 +172,10 @@ impl Slice<'_> {
             coded.add(&run, &weights[hidden + run.skipped..], n, output);
         }
         self.values.tiles(seen, restored, widened, |token, values| {
-            let count = values.len() / value_dim;
+            let width = self.values.width();
+            let count = values.len() / width;
             let weights = Matrix::new(&weights[token - start..], rows, count, n);
-            let values = Matrix::new(values, count, value_dim, value_dim);
+            let values = Matrix::new(values, count, value_dim, width);
             matmul(output, value_dim, true, 1.0, weights, values);
         });
     }

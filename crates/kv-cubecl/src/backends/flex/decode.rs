@@ -122,7 +122,7 @@ impl Attend<'_> {
         let mut lse = vec![0.0; slices.len() * rows];
         let schedule = layout.schedule();
         let begin = schedule.begin(tokens);
-        if rows >= MANY_ROWS {
+        if rows >= MANY_ROWS || layout.shape().shares_values {
             let slice = |slice: usize| Slice::new(state, layout, len, slices.start + slice);
             chunk::attend(query, slice, tokens, rows, scores, factor, [&mut output, &mut lse]);
             return (output, lse);

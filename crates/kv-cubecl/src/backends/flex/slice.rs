@@ -9,7 +9,7 @@ use super::cache::Floats;
 use crate::{
     CacheState,
     formats::flex::{PackedRun, TILE},
-    layout::{CacheLayout, PackedLayout, SideLayout},
+    layout::{CacheLayout, PackedLayout, Side, SideLayout},
 };
 
 /// One (batch, kv head) slice of a cache.
@@ -46,15 +46,24 @@ impl<'a> Slice<'a> {
             floats: Floats::of(&state.floats, layout.config().float),
             float_start,
         };
+        let of_values = match layout.stored_side(Side::Values) {
+            Side::Keys => &state.keys,
+            Side::Values => &state.values,
+        };
         Self {
             layout,
             keys: side(&state.keys, sides.keys, counts.keys),
-            values: side(&state.values, sides.values, counts.values),
+            values: side(of_values, sides.values, counts.values),
         }
     }
 }
 
 impl SideSlice<'_> {
+    /// Returns the channels of a stored token.
+    pub(super) fn width(&self) -> usize {
+        self.place.head_dim
+    }
+
     /// Returns the layout of packed tokens, if there may be any.
     pub(super) fn packed_layout(&self) -> Option<PackedLayout> {
         self.place.packed()

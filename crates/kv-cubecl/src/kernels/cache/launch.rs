@@ -97,7 +97,11 @@ pub(crate) fn launch_write_token(
     let layout = &problem.layout;
     let (slices, sides) = (layout.slices(), layout.sides());
     let saturating = layout.config().float.saturates();
-    let specs = sides.map(|side| side.spec.filter(|spec| !spec.reads_twice()));
+    let stored = layout.stored_sides();
+    let specs = Sides::from_fn(|side| {
+        let spec = sides[side].spec.filter(|_| stored.contains(&side));
+        spec.filter(|spec| !spec.reads_twice())
+    });
     let leaving = match cache.position {
         // As many as ever leave at once.
         Some(_) => layout.schedule().sides.map(|side| side.step),
@@ -107,7 +111,10 @@ pub(crate) fn launch_write_token(
         specs[side].map_or(1, |spec| (leaving[side] / spec.block_tokens()).max(1))
     });
     let runs = Sides::from_fn(|side| token::runs(&specs[side], sides[side].head_dim));
-    let units = Sides::from_fn(|side| slices * blocks[side] * runs[side]);
+    let units = Sides::from_fn(|side| match stored.contains(&side) {
+        true => slices * blocks[side] * runs[side],
+        false => 0,
+    });
     let n = units.keys + units.values;
     let grid = elementwise(client, "write", n, problem.elements())?;
     token::write_token::launch(

@@ -64,8 +64,8 @@ pub(super) fn partial_attention<R: Float, Q: Float, N: Size>(
 const PARTS_AT_ONCE: usize = 4;
 
 /// Merges the partial softmaxes of the splits of each row, and undoes the Hadamard transform if
-/// values have one. A cube has one row, and a unit one of its channels. The units read `m` and `l`
-/// of `units` splits at a time, one each, and share the weights of these splits.
+/// values have one. A cube has `units` channels of one row, and a unit one of them. The units read
+/// `m` and `l` of `units` splits at a time, one each, and share the weights of these splits.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn merge_partials<Q: Float>(
     partials: &[f32],
@@ -79,11 +79,14 @@ pub(super) fn merge_partials<Q: Float>(
     #[define(Q)] _query_type: ElemType,
 ) {
     let unit = UNIT_POS as usize;
+    let blocks = comptime!(head_dim.div_ceil(units));
+    let (nth, block) = (CUBE_POS / blocks, CUBE_POS % blocks);
     // Cubes past the last row repeat it and write nothing.
-    let row = clamp_max(CUBE_POS, rows - 1);
+    let row = clamp_max(nth, rows - 1);
     let stride = comptime!(head_dim + 2);
     let base = row * n_splits * stride;
-    let channel = clamp_max(unit, comptime!(head_dim - 1));
+    let own = block * units + unit;
+    let channel = clamp_max(own, comptime!(head_dim - 1));
     let mut shared = Shared::<[f32]>::new_slice(comptime!(2 * units));
     let mut maximum = f32::new(LOWEST);
     let mut sum = f32::new(0.0);
@@ -138,11 +141,11 @@ pub(super) fn merge_partials<Q: Float>(
         hadamard_rows(&mut shared, unit, units, head_dim, head_dim);
         merged = shared[unit] * comptime!(hadamard_scale(head_dim));
     }
-    if CUBE_POS < rows {
-        if unit < head_dim {
-            output[row * head_dim + unit] = Q::cast_from(merged);
+    if nth < rows {
+        if own < head_dim {
+            output[row * head_dim + own] = Q::cast_from(merged);
         }
-        if unit == 0 {
+        if own == 0 {
             lse[row] = log_sum_exp(maximum, sum);
         }
     }

@@ -2,7 +2,7 @@ use cubecl::{client::Client, ir::DeviceProperties, prelude::*};
 
 use super::{
     args::{CacheBuffersLaunch, args},
-    base::{DecodeBlueprint, DecodeProblem, Hardware, Settings, prepare},
+    base::{DecodeBlueprint, DecodeProblem, Hardware, MAX_HEAD_DIM, Settings, prepare},
     kernel,
 };
 use crate::{
@@ -118,9 +118,8 @@ pub(crate) fn grid(
     let elements = layout.slices() * layout.slice_elements();
     let elements = elements.max(partial_elements(problem, n_splits));
     Grid::elementwise("attention over a cache", elements, elements, limits)?;
-    let merged = [layout.slices() * problem.rows, 1, 1];
-    let merge_units = merge_units(layout.shape().head_dim.values);
-    Grid::new("attention over a cache", merged, merge_units, elements, limits)?;
+    let (merged, units_of_merge) = merge_size(problem);
+    Grid::new("attention over a cache", merged, units_of_merge, elements, limits)?;
     let wanted = [layout.slices(), n_splits, row_chunks];
     Ok(Grid::new("attention over a cache", wanted, units, elements, limits)?)
 }
@@ -149,9 +148,9 @@ pub(crate) fn launch_merge(
 ) -> Result<()> {
     let head_dim = problem.layout.shape().head_dim.values;
     let rows = problem.layout.slices() * problem.rows;
-    let (units, elements) = (merge_units(head_dim), partial_elements(problem, n_splits));
+    let ((wanted, units), elements) = (merge_size(problem), partial_elements(problem, n_splits));
     let limits = Limits::of(client.properties());
-    let grid = Grid::new("decode_attention", [rows, 1, 1], units, elements, &limits)?;
+    let grid = Grid::new("decode_attention", wanted, units, elements, &limits)?;
     kernel::merge_partials::launch(
         client,
         grid.count(),
@@ -170,7 +169,14 @@ pub(crate) fn launch_merge(
     Ok(())
 }
 
-/// Units of a cube that merges a row of `head_dim` channels.
+/// Cubes that merge the rows of `problem`, and the units of each.
+fn merge_size(problem: &DecodeProblem) -> ([usize; 3], usize) {
+    let head_dim = problem.layout.shape().head_dim.values;
+    let units = merge_units(head_dim);
+    ([problem.layout.slices() * problem.rows * head_dim.div_ceil(units), 1, 1], units)
+}
+
+/// Units of a cube that merges a row of `head_dim` channels, or a part of it.
 pub(super) fn merge_units(head_dim: usize) -> usize {
-    head_dim.next_power_of_two().max(32)
+    head_dim.next_power_of_two().clamp(32, MAX_HEAD_DIM)
 }

@@ -33,7 +33,7 @@ pub(crate) use base::{DecodeProblem, Hardware, MAX_HEAD_DIM, SHARED_BYTES, check
 pub(crate) use launch::{DecodeBindings, launch_ref};
 pub(crate) use launch::{check_size, grid, launch_merge, partial_results};
 pub(crate) use score::word_at;
-pub(crate) use tiles::{LOWEST, weight_of};
+pub(crate) use tiles::{LOWEST, lengths_of, weight_of};
 pub(crate) use values::value_address;
 
 /// Kernels always multiply weights with it, so values below 2^-102 lose digits.

@@ -15,6 +15,34 @@ pub(crate) fn weight_of(score: f32, largest: f32) -> f32 {
     select(score == f32::new(LOWEST), f32::new(0.0), (score - largest).exp())
 }
 
+/// Tokens in a slice of the cache, and those of them to attend to.
+#[derive(CubeType)]
+pub(crate) struct Lengths {
+    pub(crate) len: usize,
+    pub(crate) tokens: usize,
+}
+
+/// Returns the lengths of a slice: 0 for a sequence that takes no part.
+#[cube]
+pub(crate) fn lengths_of(slice: usize, args: &DecodeArgs) -> Lengths {
+    let mut len = args.len;
+    let mut tokens = args.tokens;
+    #[comptime]
+    match &args.positions.newest {
+        ComptimeOption::Some(position) => {
+            let position = position[slice / args.positions.slices];
+            len = 0;
+            // A full cache stays as it is; a sequence that takes no part has no tokens.
+            if position >= 0 {
+                len = clamp_max(position as usize, args.cache.capacity - 1) + 1;
+            }
+            tokens = len;
+        }
+        ComptimeOption::None => {}
+    }
+    Lengths { len, tokens }
+}
+
 /// The tokens that a split attends to, and how they are stored.
 #[derive(CubeType)]
 pub(super) struct Extent {
@@ -42,21 +70,7 @@ pub(super) fn extent_of(
     #[comptime] bp: DecodeBlueprint,
 ) -> Extent {
     let tile = comptime!(bp.tile());
-    let mut len = args.len;
-    let mut tokens = args.tokens;
-    #[comptime]
-    match &args.positions.newest {
-        ComptimeOption::Some(position) => {
-            let position = position[slice / args.positions.slices];
-            len = 0;
-            // A full cache stays as it is; a sequence that takes no part has no tokens.
-            if position >= 0 {
-                len = clamp_max(position as usize, args.cache.capacity - 1) + 1;
-            }
-            tokens = len;
-        }
-        ComptimeOption::None => {}
-    }
+    let Lengths { len, tokens } = lengths_of(slice, args);
     let schedule = &args.cache.schedule;
     let sinks = clamp_max(schedule.sinks, tokens);
     let packed_values = quantized(len, &schedule.values, schedule);

@@ -4,7 +4,7 @@ use std::{iter, ops::Range};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::{
-    CacheParts, CacheShape, KvCache, KvCacheConfig, Side,
+    CacheParts, CacheShape, KvCache, KvCacheConfig, Sides,
     layout::{CacheLayout, Schedule},
 };
 
@@ -32,7 +32,7 @@ pub(super) fn kept_names(config: &KvCacheConfig) -> &'static [PartName] {
 /// Lists the tensors of a cache.
 pub(super) fn parts(config: &KvCacheConfig, shape: CacheShape) -> Result<Vec<Part>> {
     let layout = CacheLayout::new(config, shape)?;
-    let words = layout.sides().map(|side| vec![side.words(layout.slices())]);
+    let words = Sides::from_fn(|side| vec![layout.words(side)]);
     let [keys, values, floats] = PARTS.map(|part| part.name);
     let (dtype, shape) = (config.float.dtype(), layout.float_shape().to_vec());
     Ok(vec![
@@ -91,8 +91,8 @@ fn kept_elements(layout: &CacheLayout) -> Vec<Range<usize>> {
         return iter::once(0..layout.float_elements()).collect();
     }
     // A quantized side has a ring, unless it is never quantized.
-    let sides = Side::BOTH.map(|side| layout.sides()[side]);
-    let quantized = sides.into_iter().filter(|side| side.spec.is_some());
+    let sides = layout.stored_sides().iter().map(|&side| layout.sides()[side]);
+    let quantized = sides.filter(|side| side.spec.is_some());
     let elements =
         quantized.map(|side| side.first_element..side.first_element + side.rows() * side.head_dim);
     elements.filter(|elements| !elements.is_empty()).collect()

@@ -72,6 +72,9 @@ pub(super) struct Layer {
     pub(super) n_kv_heads: usize,
     /// Channels of a head of keys and of values.
     pub(super) head_dim: [usize; 2],
+    /// True if values are channels of keys.
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    pub(super) shares_values: bool,
     pub(super) scale: Option<f32>,
     pub(super) softcap: Option<f32>,
     #[serde(alias = "window")]
@@ -153,9 +156,20 @@ impl Layer {
             key_bias: _,
             sparse: _,
             delta: _,
+            shares_values,
         } = *layer;
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
-        Self { n_heads, n_kv_heads, head_dim, scale, softcap, sliding_window, rope, cache }
+        Self {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            shares_values,
+            scale,
+            softcap,
+            sliding_window,
+            rope,
+            cache,
+        }
     }
 
     /// Describes all layers of a model with caches of `config` for `tokens` tokens.
@@ -175,6 +189,7 @@ impl Layer {
                 ("n_heads", text(&it.n_heads)),
                 ("n_kv_heads", text(&it.n_kv_heads)),
                 ("head_dim", text(&it.head_dim)),
+                ("shares_values", text(&it.shares_values)),
                 ("scale", text(&it.scale)),
                 ("softcap", text(&it.softcap)),
                 ("sliding_window", text(&it.sliding_window)),

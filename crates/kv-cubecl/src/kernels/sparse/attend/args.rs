@@ -3,25 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::rows::RowArgs;
-use crate::formats::QuantSpec;
-
-/// Units of a cube.
-pub(crate) const UNITS: usize = 128;
-/// Rows that are scored together.
-pub(crate) const TILE: usize = 4;
-/// Heads of a cube.
-pub(crate) const HEADS: usize = 4;
-/// Products of a tile: heads times rows.
-pub(crate) const PAIRS: usize = HEADS * TILE;
-/// Units that share the sum of a product.
-pub(crate) const LANES: usize = UNITS / PAIRS;
-/// Numbers from one product to the next in shared memory. It is no multiple of the number of banks,
-/// so that units that sum different products use different ones.
-pub(crate) const STRIDE: usize = UNITS + LANES;
-/// The largest width of rows whose numbers fit into the registers of units.
-pub(crate) const WIDEST: usize = 1024;
-/// The score of no row; WGSL has no literal for infinity.
-pub(crate) const LOWEST: f32 = f32::MIN;
+use crate::{formats::QuantSpec, kernels::head_rows};
 
 /// Compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,7 +19,7 @@ pub(crate) struct AttendBlueprint {
 impl AttendBlueprint {
     /// Returns the number of channels of a unit.
     pub(crate) const fn own_channels(&self) -> usize {
-        self.width.div_ceil(UNITS)
+        head_rows::own_channels(self.width)
     }
 }
 
@@ -87,27 +69,4 @@ pub(crate) struct Seen {
     pub(crate) recent: usize,
     /// The first of the token's selected entries.
     pub(crate) selection: usize,
-}
-
-/// Memory that the units of a cube share.
-#[derive(CubeType)]
-pub(crate) struct Board {
-    /// The products of the units' channels, `[PAIRS, STRIDE]`.
-    pub(crate) partial: Shared<[f32]>,
-    /// Sums over some of the units, `[PAIRS, LANES]`.
-    pub(crate) lanes: Shared<[f32]>,
-    /// Scores of the tile, `[HEADS, TILE]`.
-    pub(crate) scores: Shared<[f32]>,
-    pub(crate) unit: usize,
-}
-
-/// The sums of a unit over the rows so far: it has all heads, and every `UNITS`th channel.
-#[derive(CubeType)]
-pub(crate) struct Sums {
-    /// The largest score of each head.
-    pub(crate) most: Array<f32>,
-    /// The sum of each head's weights.
-    pub(crate) weights: Array<f32>,
-    /// The weighted sums of channels, `[HEADS, channels of a unit]`.
-    pub(crate) rows: Array<f32>,
 }

@@ -1,8 +1,5 @@
 //! Attends to the rows of a token.
 //!
-//! Each unit has every [`UNITS`]th channel of queries, rows and outputs in registers. Products are
-//! summed over units through shared memory.
-//!
 //! Loops over channels are unrolled, so that the one over tiles is left: Mesa's CPU device
 //! (llvmpipe) ends all loops of an invocation after 65,535 iterations in total, and computes with
 //! what it has by then.
@@ -11,11 +8,11 @@ use cubecl::prelude::*;
 
 use super::{
     super::rows::{added, channel_at},
-    args::{
-        AttendArgs, AttendBlueprint, Board, HEADS, Inputs, LANES, LOWEST, PAIRS, STRIDE, Seen,
-        Sums, TILE, UNITS,
-    },
+    args::{AttendArgs, AttendBlueprint, Inputs, Seen},
     merge::write_sums,
+};
+use crate::kernels::head_rows::{
+    Board, HEADS, LOWEST, PAIRS, Sums, TILE, UNITS, add_rows, multiply, new_board, no_sums, product,
 };
 
 /// One cube per token, group of heads, and part of the rows.
@@ -35,12 +32,7 @@ pub(crate) fn attend_rows<W: Float, R: Float>(
     }
     let (row, first_head) = (cube / groups, cube % groups * HEADS);
     let seen = rows_of(&inputs.span, row, part, &args, bp);
-    let mut board = Board {
-        partial: Shared::<[f32]>::new_slice(PAIRS * STRIDE),
-        lanes: Shared::<[f32]>::new_slice(PAIRS * LANES),
-        scores: Shared::<[f32]>::new_slice(PAIRS),
-        unit: UNIT_POS as usize,
-    };
+    let mut board = new_board();
     let own = comptime!(bp.own_channels());
     let mut queries = Array::<f32>::new(comptime!(HEADS * bp.own_channels()));
     #[unroll]
@@ -57,13 +49,13 @@ pub(crate) fn attend_rows<W: Float, R: Float>(
             }
         }
     }
-    let mut sums = no_sums(bp);
+    let mut sums = no_sums(own);
     let mut rows = Array::<f32>::new(comptime!(TILE * bp.own_channels()));
     let mut first = seen.begin;
     while first < seen.end {
         load_rows::<W, R>(&inputs, first, &seen, &board, &mut rows, &args, bp);
         score_rows(&inputs.selected, first, &seen, &queries, &rows, &mut board, &args, bp);
-        add_rows(&rows, &board, &mut sums, bp);
+        add_rows(&rows, &board, &mut sums, own);
         first += TILE;
     }
     if comptime!(bp.partial) {
@@ -103,26 +95,6 @@ fn rows_of(
     let begin = clamp_max(part * share, n);
     let end = clamp_max(begin + share, n);
     Seen { sequence, token, n, begin, end, first, recent, selection: row * args.top_k }
-}
-
-#[cube]
-fn no_sums(#[comptime] bp: AttendBlueprint) -> Sums {
-    let own = comptime!(bp.own_channels());
-    let mut sums = Sums {
-        most: Array::<f32>::new(HEADS),
-        weights: Array::<f32>::new(HEADS),
-        rows: Array::<f32>::new(comptime!(HEADS * bp.own_channels())),
-    };
-    #[unroll]
-    for h in 0..HEADS {
-        sums.most[h] = f32::new(LOWEST);
-        sums.weights[h] = f32::new(0.0);
-        #[unroll]
-        for i in 0..own {
-            sums.rows[h * own + i] = f32::new(0.0);
-        }
-    }
-    sums
 }
 
 /// Restores the unit's channels of the rows from the `first` of a token on; 0 for what does not
@@ -192,74 +164,15 @@ fn score_rows(
     args: &AttendArgs,
     #[comptime] bp: AttendBlueprint,
 ) {
-    let own = comptime!(bp.own_channels());
-    let unit = board.unit;
-    #[unroll]
-    for h in 0..HEADS {
-        #[unroll]
-        for t in 0..TILE {
-            let mut dot = f32::new(0.0);
-            #[unroll]
-            for i in 0..own {
-                dot += queries[h * own + i] * rows[t * own + i];
-            }
-            board.partial[(h * TILE + t) * STRIDE + unit] = dot;
-        }
-    }
-    sync_cube();
-    let mut sum = f32::new(0.0);
-    #[unroll]
-    for i in 0..comptime!(UNITS / LANES) {
-        sum += board.partial[unit / LANES * STRIDE + unit % LANES + i * LANES];
-    }
-    board.lanes[unit] = sum;
-    sync_cube();
-    if unit < PAIRS {
-        let mut score = f32::new(0.0);
-        #[unroll]
-        for i in 0..LANES {
-            score += board.lanes[unit * LANES + i];
-        }
-        score *= args.scale;
-        if !row_exists(selected, first + unit % TILE, seen, bp) {
+    multiply(queries, rows, board, comptime!(bp.own_channels()));
+    if board.unit < PAIRS {
+        let mut score = product(board) * args.scale;
+        if !row_exists(selected, first + board.unit % TILE, seen, bp) {
             score = f32::new(LOWEST);
         }
-        board.scores[unit] = score;
+        board.scores[board.unit] = score;
     }
     sync_cube();
-}
-
-/// Adds the weighted rows of the tile.
-#[cube]
-fn add_rows(rows: &Array<f32>, board: &Board, sums: &mut Sums, #[comptime] bp: AttendBlueprint) {
-    let own = comptime!(bp.own_channels());
-    #[unroll]
-    for h in 0..HEADS {
-        let mut largest = sums.most[h];
-        #[unroll]
-        for t in 0..TILE {
-            largest = clamp_min(largest, board.scores[h * TILE + t]);
-        }
-        let factor = (sums.most[h] - largest).exp();
-        sums.most[h] = largest;
-        sums.weights[h] *= factor;
-        #[unroll]
-        for i in 0..own {
-            sums.rows[h * own + i] *= factor;
-        }
-        #[unroll]
-        for t in 0..TILE {
-            let score = board.scores[h * TILE + t];
-            if score > f32::new(LOWEST) {
-                let weight = (score - largest).exp();
-                sums.weights[h] += weight;
-                #[unroll]
-                for i in 0..own {
-                    sums.rows[h * own + i] += weight * rows[t * own + i];
-                }
-            }
-        }
-    }
 }
 
 /// Adds the sinks to the sums of weights, divides, and writes the unit's channels.

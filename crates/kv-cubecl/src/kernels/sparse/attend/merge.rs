@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-use super::args::{AttendArgs, AttendBlueprint, Board, HEADS, LOWEST, Seen, Sums, UNITS};
+use super::args::{AttendArgs, AttendBlueprint, Seen};
+use crate::kernels::head_rows::{Board, HEADS, LOWEST, Sums, UNITS};
 
 /// Writes the sums of the unit's channels over the cube's part of the rows, as
 /// [`merge_parts`] reads them.

@@ -7,13 +7,16 @@ pub(super) mod merge;
 use cubecl::{client::Client, prelude::*};
 
 use self::{
-    args::{AttendArgsLaunch, AttendBlueprint, HEADS, InputsLaunch, UNITS, WIDEST},
+    args::{AttendArgsLaunch, AttendBlueprint, InputsLaunch},
     kernel::attend_rows,
     merge::{MergeArgsLaunch, merge_parts},
 };
 use crate::{
     Result,
-    kernels::{Grid, Limits},
+    kernels::{
+        Grid, Limits,
+        head_rows::{HEADS, UNITS, WIDEST},
+    },
     sparse::AttendPlan,
 };
 
