@@ -82,7 +82,7 @@ pub fn layer_errors_of(
             let layer_config = config.layer(model.spec(), trace.layer);
             let errors_of = match &trace.kind {
                 TraceKind::Kv(kv) => {
-                    let shares_values = model.spec().layers[trace.layer].shares_values;
+                    let shares_values = model.spec().layers[trace.layer].shares_values();
                     of_layer(kv, shares_values, trace.layer, &layer_config, &name)
                 }
                 TraceKind::Sparse(sparse) => {

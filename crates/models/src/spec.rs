@@ -36,9 +36,10 @@ pub struct LayerSpec {
     pub sparse: Option<SparseLayer>,
     /// A recurrent state instead of a cache; `None` for a layer of attention.
     pub delta: Option<DeltaConfig>,
-    /// True if a value is the first channels of its key, as in latent attention. The cache then
-    /// stores keys only.
-    pub shares_values: bool,
+    /// In latent attention the channels of the keys and values that each head would have of its
+    /// own. They are not computed: the cache stores one row per token, whose first channels are the
+    /// value. `None` for other layers.
+    pub latent: Option<Sides<usize>>,
 }
 
 /// The attention of a layer, in a model that has layers of both kinds.
@@ -116,17 +117,23 @@ impl LayerSpec {
             key_bias: false,
             sparse: None,
             delta: None,
-            shares_values: false,
+            latent: None,
         }
     }
 
     /// Describes a layer of latent attention (DeepSeek-V2, 2024, <https://arxiv.org/abs/2405.04434>)
-    /// whose queries are multiplied into the latent space: all heads attend to one row per token,
-    /// which is the latent of `rank` channels and a key of `rotary_dim` channels after rope. The
-    /// latent is the value.
-    pub fn latent(n_heads: usize, rank: usize, rotary_dim: usize) -> Self {
+    /// whose queries are multiplied into the latent space. All heads attend to one row per token:
+    /// the latent row of `rank` channels, which is the value, then a key of `rotary_dim` channels
+    /// after rope. `of_heads` are the channels that keys and values of a head would have.
+    pub fn latent(n_heads: usize, rank: usize, rotary_dim: usize, of_heads: Sides<usize>) -> Self {
         let head_dim = Sides { keys: rank + rotary_dim, values: rank };
-        Self { shares_values: true, ..Self::new(n_heads, 1, head_dim) }
+        Self { latent: Some(of_heads), ..Self::new(n_heads, 1, head_dim) }
+    }
+
+    /// Returns whether a value is the first channels of its key, so that the cache stores keys
+    /// only.
+    pub const fn shares_values(&self) -> bool {
+        self.latent.is_some()
     }
 
     /// Returns the same layer with other options.
@@ -199,9 +206,9 @@ impl LayerSpec {
 
     /// Returns the shape of the layer's cache for `batch` sequences.
     pub fn cache_shape(&self, batch: usize) -> CacheShape {
-        let Self { n_kv_heads, head_dim, shares_values, .. } = *self;
+        let Self { n_kv_heads, head_dim, .. } = *self;
         let shape = CacheShape::new(batch, n_kv_heads, head_dim);
-        if shares_values { shape.with_shared_values() } else { shape }
+        if self.shares_values() { shape.with_shared_values() } else { shape }
     }
 
     /// Returns the rows of a fused QKV projection: query heads, key heads, value heads; in a

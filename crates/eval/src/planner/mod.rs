@@ -8,8 +8,10 @@ mod table;
 use std::collections::BTreeMap;
 
 use burn::tensor::Device;
+use kv_cubecl::{CacheFloat, KvCacheConfig};
 use kv_models::{
-    CacheBytes, GenerateOptions, MemoryLimit, ModelCacheConfig, ModelOutline, Planned, Usage,
+    CacheBytes, GenerateOptions, LayerSpec, MemoryLimit, ModelCacheConfig, ModelOutline, Planned,
+    Usage,
 };
 use serde::Serialize;
 
@@ -282,7 +284,26 @@ impl Asked<'_> {
             }
         };
         let planned = outline.planned();
-        Ok(caches.iter().map(|cache| self.row(&planned, cache, counted)).collect())
+        let rows = caches.iter().map(|cache| self.row(&planned, cache, counted));
+        Ok(rows.chain(self.row_of_all_heads(outline, counted)).collect())
+    }
+
+    /// Plans an f16 cache with the keys and values of all heads of a model with latent attention,
+    /// which stores one row for all of them, to show what that saves.
+    fn row_of_all_heads(&self, outline: &ModelOutline, counted: bool) -> Option<Row> {
+        let mut apart = outline.clone();
+        for layer in &mut apart.spec.layers {
+            if let Some(of_heads) = layer.latent {
+                let n_heads = layer.n_heads;
+                *layer = LayerSpec::new(n_heads, n_heads, of_heads).with_options(layer.options);
+            }
+        }
+        if apart.spec == outline.spec {
+            return None;
+        }
+        let f16 = KvCacheConfig::float().with_float(CacheFloat::F16).into();
+        let row = self.row(&apart.planned(), &f16, counted);
+        Some(Row { cache: format!("{}, keys and values of all heads", row.cache), ..row })
     }
 
     /// Plans for the formats of these `names`, or for all of the formula's.

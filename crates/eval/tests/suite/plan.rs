@@ -1,7 +1,7 @@
 //! Plans of memory: published numbers.
 
 use burn::tensor::Device;
-use kv_eval::planner::{MemoryPlan, Needs, Preset, Request, Subject, formats, plan};
+use kv_eval::planner::{MemoryPlan, Needs, Preset, Request, Row, Subject, formats, plan};
 use kv_models::{LoadOptions, MemoryLimit, ModelOutline, Usage, WeightDtype, kv_weights};
 
 use crate::common::Workspace;
@@ -62,6 +62,25 @@ fn presets_have_the_published_number_of_parameters() {
             }
         }
     }
+}
+
+/// DeepSeek-V3 stores a latent row of 512 numbers and a key of 64 for each token in each of 61
+/// layers (DeepSeek, 2024, <https://arxiv.org/abs/2412.19437>). 128 heads of 192 and 128 channels
+/// would have 71 times as many.
+#[test]
+fn a_latent_row_is_576_numbers() {
+    let context = 4096;
+    let plan = planned("DeepSeek-V3", context, &["float-f16", "k4v4-g64-r64-f16"]);
+    let [f16, four_bits, all_heads] = &plan.caches[..] else { panic!("{plan}") };
+    let cache = |row: &Row| keys_and_values(row.needs.as_ref().unwrap());
+    let words = 2 * 16 * 61;
+    assert_eq!(cache(f16), 61 * 576 * 2 * context as u64 + words);
+    // 4 bits, a word for 64 tokens of a channel, and 64 tokens in f16.
+    let codes = 576 * context as u64 / 2 + 576 * 4 * context as u64 / 64;
+    assert_eq!(cache(four_bits), 61 * (codes + 64 * 576 * 2 + 16));
+    assert_eq!(all_heads.cache, "float-f16, keys and values of all heads");
+    assert_eq!(cache(all_heads), 61 * 128 * (192 + 128) * 2 * context as u64 + words);
+    assert!(planned("SmolLM2-135M", 64, &["float"]).caches.len() == 1);
 }
 
 /// gpt-oss-20b is published with MXFP4 experts in files of 13.76 GB.

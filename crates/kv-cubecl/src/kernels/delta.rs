@@ -336,3 +336,76 @@ pub(crate) fn launch_update(
     );
     Ok(())
 }
+
+#[cfg(all(test, feature = "cuda-source"))]
+mod tests {
+    use super::*;
+    use crate::kernels::{
+        ELEMENTWISE_UNITS,
+        cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+        layout::PositionsCompilationArg,
+    };
+
+    fn args(at: bool) -> DeltaArgsCompilationArg {
+        let newest = match at {
+            true => ComptimeOptionCompilationArg::Some(buffer()),
+            false => ComptimeOptionCompilationArg::None,
+        };
+        DeltaArgsCompilationArg {
+            batch: (),
+            conv_channels: (),
+            key_channels: (),
+            value_channels: (),
+            key_heads: (),
+            value_heads: (),
+            epsilon: (),
+            capacity: (),
+            positions: PositionsCompilationArg { newest, slices: () },
+        }
+    }
+
+    /// The shape of Qwen3.5, with a length on the host or the device.
+    #[test]
+    fn kernels_are_cuda_code() {
+        let (b, t) = (buffer, Default::default);
+        for at in [false, true] {
+            let s = settings(ELEMENTWISE_UNITS, ExecutionMode::Checked);
+            let kernel = convolve::Convolve::new(
+                s,
+                h200(),
+                t(),
+                b(),
+                b(),
+                b(),
+                b(),
+                b(),
+                b(),
+                b(),
+                args(at),
+                4,
+            );
+            let dynamic = dynamic_indices(&cuda_source(&format!("delta-convolve-{at}"), &kernel));
+            assert!(dynamic.is_empty(), "{dynamic:#?}");
+            for tiled in [false, true] {
+                let s = settings(UNITS, ExecutionMode::Checked);
+                let kernel = update::Update::new(
+                    s,
+                    h200(),
+                    t(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    b(),
+                    args(at),
+                    128,
+                    128,
+                    tiled,
+                );
+                let name = format!("delta-update-{at}-{tiled}");
+                let dynamic = dynamic_indices(&cuda_source(&name, &kernel));
+                assert!(dynamic.is_empty(), "{dynamic:#?}");
+            }
+        }
+    }
+}

@@ -235,7 +235,7 @@ impl ModelCacheConfig {
             }
         };
         let cache = cache.in_layer(index, layers.len());
-        if layers[index].shares_values { cache.with_shared_values() } else { cache }
+        if layers[index].shares_values() { cache.with_shared_values() } else { cache }
     }
 
     /// Returns the caches of all layers of `model`, first to last.

@@ -6,6 +6,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use kv_models::kv_cubecl::{On, Target};
 use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig, load};
+use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::SafeTensors;
 use serde_json::json;
 
@@ -20,25 +21,45 @@ fn check(path: &Path, folder: &Path, tolerance: f32) {
     check_on(&device(), path, folder, tolerance);
 }
 
+/// Compares logits at once, the last tokens one by one, and `KV_PARTITIONS` random partitions into
+/// calls.
 fn check_on(device: &Device, path: &Path, folder: &Path, tolerance: f32) {
     let expected = expected(folder, device);
     let model = load(path, device).unwrap().model;
     let largest = expected.logits.clone().abs().max().into_scalar::<f32>();
     let tolerance = tolerance * largest;
     let logits = model.forward(expected.ids.clone(), KvCacheConfig::float()).unwrap();
-    let worst = max_difference(logits, expected.logits);
+    let worst = max_difference(logits, expected.logits.clone());
     assert!(worst <= tolerance, "{}: {worst} > {tolerance}", path.display());
     // Decodes the last tokens one by one after the tokens before them.
-    let Some(decoded) = expected.decoded else { return };
     let [batch, seq] = expected.ids.dims();
-    let first = seq - decoded.dims()[1];
     let config = KvCacheConfig::float().with_capacity(seq);
-    let mut cache = model.new_cache(config, batch, device).unwrap();
-    model.step(expected.ids.clone().narrow(1, 0, first), &mut cache).unwrap();
-    let next = |t| model.step(expected.ids.clone().narrow(1, t, 1), &mut cache).unwrap();
-    let steps = Tensor::cat((first..seq).map(next).collect(), 1);
-    let worst = max_difference(steps, decoded);
-    assert!(worst <= tolerance, "{} token by token: {worst} > {tolerance}", path.display());
+    let in_calls = |sizes: &[usize]| {
+        let mut cache = model.new_cache(config, batch, device).unwrap();
+        let calls = sizes.iter().map(|&size| {
+            let ids = expected.ids.clone().narrow(1, cache.len(), size);
+            model.step(ids, &mut cache).unwrap()
+        });
+        Tensor::cat(calls.collect(), 1)
+    };
+    if let Some(decoded) = expected.decoded {
+        let steps = decoded.dims()[1];
+        let logits = in_calls(&[vec![seq - steps], vec![1; steps]].concat());
+        let worst = max_difference(logits.narrow(1, seq - steps, steps), decoded);
+        assert!(worst <= tolerance, "{} token by token: {worst} > {tolerance}", path.display());
+    }
+    let partitions = std::env::var("KV_PARTITIONS").map_or(2, |n| n.parse().expect("a number"));
+    let mut rng = Xoshiro256PlusPlus::seed_from_u64(7);
+    for case in 0..partitions {
+        let (mut sizes, mut left) = (vec![], seq);
+        while left > 0 {
+            let size = rng.random_range(1..=[50, 150, 10][case % 3]).min(left);
+            sizes.push(size);
+            left -= size;
+        }
+        let worst = max_difference(in_calls(&sizes), expected.logits.clone());
+        assert!(worst <= tolerance, "{} in {sizes:?}: {worst} > {tolerance}", path.display());
+    }
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

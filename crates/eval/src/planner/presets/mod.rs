@@ -32,6 +32,7 @@ const FILES: &[&str] = &[
     include_str!("gemma-3-1b.json"),
     include_str!("gemma-3-4b.json"),
     include_str!("gpt-oss-20b.json"),
+    include_str!("deepseek-v3.json"),
     include_str!("deepseek-v4-flash.json"),
     include_str!("deepseek-v4-pro.json"),
     include_str!("gamerft.json"),

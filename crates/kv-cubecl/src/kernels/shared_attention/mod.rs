@@ -7,6 +7,8 @@
 //! rows; sliding windows, soft caps, positions on the device.
 
 mod kernel;
+#[cfg(all(test, feature = "cuda-source"))]
+mod tests;
 
 use cubecl::{client::Client, ir::DeviceProperties};
 

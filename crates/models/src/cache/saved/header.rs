@@ -156,8 +156,9 @@ impl Layer {
             key_bias: _,
             sparse: _,
             delta: _,
-            shares_values,
+            latent: _,
         } = *layer;
+        let shares_values = layer.shares_values();
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
         Self {
             n_heads,
