@@ -31,6 +31,9 @@ pub struct Names {
     /// The starts of the names of tensors that the language model does not use, each with what they
     /// are for, which a note tells the user.
     pub unused: &'static [(&'static str, &'static str)],
+    /// The ends of the names of matrices that never stay packed, because their columns are
+    /// multiplied, too.
+    pub restored: &'static [&'static str],
 }
 
 impl Names {
@@ -45,7 +48,13 @@ impl Names {
         harmless: |_| false,
         text_prefix: None,
         unused: &[],
+        restored: &[],
     };
+
+    /// Returns whether a matrix never stays packed.
+    pub(crate) fn restores(&self, name: &str) -> bool {
+        self.restored.iter().any(|end| name.ends_with(end))
+    }
 
     /// Returns a name in a file without the prefix that it has.
     pub(crate) fn without_prefix<'a>(&self, name: &'a str) -> &'a str {

@@ -1,8 +1,9 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
 //! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini),
-//! Qwen3-MoE, Mixtral, Qwen3.5, Gemma 3 and gpt-oss are read by [`load()`] from Hugging Face
-//! folders, PyTorch checkpoints and GGUF files, and written by [`save()`] as Hugging Face folders.
+//! Qwen3-MoE, Mixtral, Qwen3.5, Gemma 3, gpt-oss and DeepSeek-V3 are read by [`load()`] from
+//! Hugging Face folders, PyTorch checkpoints and GGUF files, and written by [`save()`] as Hugging
+//! Face folders.
 //! A model is not converted for a quantized cache. Every pass names the format of its cache, for
 //! all layers or, with a [`ModelCacheConfig`], per layer. [`deepseek_v4`] is read from Hugging Face
 //! folders, with weights of 16 or 32 bits.
@@ -32,6 +33,7 @@ mod cache_config;
 pub mod chat;
 pub mod checkpoint;
 mod decoder;
+pub mod deepseek_v3;
 pub mod deepseek_v4;
 mod dtype;
 mod erased;

@@ -3,6 +3,7 @@
 use std::sync::{PoisonError, RwLock};
 
 use crate::{
+    deepseek_v3::DeepseekV3,
     deepseek_v4::DeepseekV4,
     error::{Error, Result},
     family::Family,
@@ -21,6 +22,7 @@ static BUILT_IN: &[&dyn Family] = &[
     Llama::FAMILY,
     Gemma3::FAMILY,
     GptOss::FAMILY,
+    DeepseekV3::FAMILY,
     DeepseekV4::FAMILY,
     Qwen3Moe::FAMILY,
     Mixtral::FAMILY,

@@ -31,7 +31,7 @@ pub(crate) struct RopeFields {
     beta_fast: Option<f64>,
     beta_slow: Option<f64>,
     mscale: Option<f64>,
-    mscale_all_dim: Option<f64>,
+    pub(crate) mscale_all_dim: Option<f64>,
     truncate: Option<bool>,
 }
 
@@ -131,7 +131,7 @@ fn needed<T>(path: &Path, name: &str, value: Option<T>) -> Result<T> {
 }
 
 /// Returns YaRN's factor of sines and cosines (<https://arxiv.org/abs/2309.00071>).
-fn yarn_gain(factor: f64, scale: f64) -> f64 {
+pub(crate) fn yarn_gain(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
 

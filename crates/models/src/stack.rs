@@ -78,6 +78,12 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
         None
     }
 
+    /// Returns the starts of the names of tensors that the model does not use, each with what they
+    /// are for. [`Names::unused`] has those that do not depend on the configuration.
+    fn unused(&self) -> Vec<(String, &'static str)> {
+        vec![]
+    }
+
     /// Returns the fields of `config.json`; `path` is for messages.
     ///
     /// # Errors
@@ -269,6 +275,10 @@ impl<L: DecoderLayer> DecoderStack<L> {
     pub fn import(config: L::Config, weights: &mut Weights) -> Result<Self> {
         let (spec, names) = (config.spec(), L::NAMES);
         let (vocab_size, width) = (spec.vocab_size, spec.hidden_size);
+        for (start, what) in config.unused() {
+            weights.forget(&start, what);
+            weights.forget(&format!("{}{start}", names.prefix), what);
+        }
         weights.begin(names, &spec, config.tied_head())?;
         let embedding = weights.embedding(module(names.embedding), vocab_size, width)?;
         let positions = L::POSITIONS.map(|name| weights.embedding(name, spec.max_positions, width));

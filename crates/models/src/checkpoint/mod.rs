@@ -8,6 +8,7 @@ mod entry;
 mod experts;
 mod head;
 mod kept;
+mod latent;
 mod mapped;
 mod modules;
 mod observer;

@@ -111,6 +111,9 @@ impl Weights {
         columns: usize,
     ) -> Result<Option<Matrix>> {
         let Some(activations) = self.packed else { return Ok(None) };
+        if parts.iter().any(|(name, _)| self.names.is_some_and(|names| names.restores(name))) {
+            return Ok(None);
+        }
         let mut stacked: Vec<Rows> = vec![];
         let mut left: usize = parts.iter().map(|(_, rows)| rows).sum();
         for (name, rows) in parts {

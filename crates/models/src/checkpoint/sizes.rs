@@ -66,6 +66,9 @@ impl Weights {
         // Experts of floats that are stored transposed are restored, and so are biases of experts.
         let restored =
             entry.tensor.shape.num_dims() > 2 && !self.is_gguf() || name.ends_with("bias");
+        if self.names.is_some_and(|names| names.restores(name)) {
+            return false;
+        }
         entry.packed_format().is_some() && (entry.blocks.is_some() || !restored)
     }
 
@@ -79,7 +82,7 @@ impl Weights {
         let layout = |shape| PackedLayout::new(format, shape).ok();
         // Some families store the transpose.
         let layout = layout([rows, columns]).or_else(|| layout([columns, rows]));
-        layout.filter(|_| quantized && !name.contains(".router."))
+        layout.filter(|_| quantized && !name.contains(".router.") && !names.restores(name))
     }
 
     /// Returns the size of a tensor, with or without packed weights.

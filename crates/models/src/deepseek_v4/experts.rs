@@ -2,7 +2,7 @@
 
 use burn::{
     module::{Module, Param},
-    tensor::{DType, Int, Tensor, activation},
+    tensor::{Int, Tensor, activation},
 };
 
 use super::Config;
@@ -10,6 +10,7 @@ use crate::{
     checkpoint::Exports,
     decoder::Role,
     error::Result,
+    moe::{Routing, Scores},
     nn::{Linear, Routed},
     stack::{LayerSource, LayerVisitor},
 };
@@ -29,10 +30,9 @@ pub struct Experts {
     pub experts: Vec<Expert>,
     /// The expert that computes all tokens.
     pub shared: Expert,
-    /// The number of experts that compute a token, weighted by their part in the sum of scores.
-    pub per_token: usize,
-    /// The factor of these weights.
-    pub scale: f64,
+    /// The selection of experts.
+    #[module(skip)]
+    pub routing: Routing,
 }
 
 /// A gated MLP, `down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit))`.
@@ -111,8 +111,13 @@ impl Experts {
                 .map(|i| Expert::build(config, &numbered(i), source))
                 .collect::<Result<_>>()?,
             shared: Expert::build(config, SHARED, source)?,
-            per_token,
-            scale: config.routed_scale,
+            routing: Routing {
+                per_token,
+                scores: Scores::SqrtSoftplus,
+                normalized: true,
+                scale: config.routed_scale,
+                groups: None,
+            },
         })
     }
 
@@ -154,21 +159,14 @@ impl Experts {
     fn route(&self, x: &Tensor<3>, ids: &Tensor<2, Int>) -> Routed {
         let n = x.dims()[1];
         let logits = self.router.weight.project_in_f32(x.clone());
-        let scores = activation::softplus(logits, 1.0).sqrt().reshape([n, self.experts.len()]);
-        let picked = match &self.table {
-            Some(table) => table.clone().select(0, ids.clone().reshape([n])),
-            None => {
-                let scores = scores.clone().detach();
-                let scores = match &self.router_bias {
-                    Some(bias) => scores + bias.val().cast(DType::F32).detach().unsqueeze(),
-                    None => scores,
-                };
-                scores.topk_with_indices(self.per_token, 1).1
+        let logits = logits.reshape([n, self.experts.len()]);
+        let Routed { picked, weights } = match &self.table {
+            Some(table) => {
+                let picked = table.clone().select(0, ids.clone().reshape([n]));
+                self.routing.weigh(self.routing.scores(logits), picked)
             }
+            None => self.routing.route(logits, self.router_bias.as_ref().map(Param::val)),
         };
-        let scores = scores.gather(1, picked.clone());
-        let sums = scores.clone().sum_dim(1) + 1e-20;
-        let weights = scores / sums * self.scale;
         Routed { picked, weights: weights.cast(x.dtype()) }
     }
 

@@ -77,6 +77,20 @@ impl<'a> Metadata<'a> {
         }
     }
 
+    /// Returns a truth value, if the file has the key.
+    ///
+    /// # Errors
+    /// Returns [`Error::Config`] if the value is not a bool.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(&Value::Bool(flag)) => Ok(Some(flag)),
+            Some(other) => {
+                Err(Error::config(self.path, self.key(key), other.to_string(), "must be a bool"))
+            }
+        }
+    }
+
     /// Returns a string, if the file has the key and the value is a string.
     pub fn string(&self, key: &str) -> Option<&str> {
         match self.get(key) {

@@ -288,7 +288,7 @@ impl Header {
             let why = format!(
                 "{} has one{method}; supported are weights in f32, f16 and bf16, {MXFP4}, \
                  {INTEGERS} with format {INTEGER_FORMAT}, blocks of GGUF files, and {FP8} for \
-                 DeepSeek-V4",
+                 DeepSeek",
                 path.display()
             );
             return Err(Error::unsupported(field, why));

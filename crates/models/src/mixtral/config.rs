@@ -41,6 +41,7 @@ impl MoeConfig for Config {
         router: "block_sparse_moe.gate",
         experts: "block_sparse_moe.experts",
         parts: ["w1", "w3", "w2"],
+        ..ExpertNames::QWEN
     };
     const HAS_QK_NORMS: bool = false;
 
@@ -49,12 +50,8 @@ impl MoeConfig for Config {
     }
 
     fn experts(&self, _: usize) -> Option<ExpertsConfig> {
-        Some(ExpertsConfig {
-            n_experts: self.n_experts,
-            per_token: self.experts_per_token,
-            width: self.base.intermediate_size,
-            normalized: true,
-        })
+        let width = self.base.intermediate_size;
+        Some(ExpertsConfig::softmax(self.n_experts, self.experts_per_token, width, true))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The differences between families with the layers of this module.
 
+use super::{mlp::MLP_PARTS, routing::Routing};
 use crate::{checkpoint::Names, llama, stack::DecoderConfig};
 
 /// The configuration of a family that has [`Layer`](super::Layer)s.
@@ -22,16 +23,31 @@ pub trait MoeConfig: DecoderConfig {
 }
 
 /// The experts of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsConfig {
     /// Experts.
     pub n_experts: usize,
-    /// Experts that compute each token.
-    pub per_token: usize,
     /// Width of an expert.
     pub width: usize,
-    /// True if the weights of the selected experts are divided by their sum.
-    pub normalized: bool,
+    /// The selection of experts.
+    pub routing: Routing,
+    /// True if the selection has a bias for each expert.
+    pub has_bias: bool,
+    /// Width of the MLP that computes all tokens besides the experts, if there is one.
+    pub shared: Option<usize>,
+}
+
+impl ExpertsConfig {
+    /// Describes `n_experts` that are selected by their probabilities.
+    pub const fn softmax(
+        n_experts: usize,
+        per_token: usize,
+        width: usize,
+        normalized: bool,
+    ) -> Self {
+        let routing = Routing::softmax(per_token, normalized);
+        Self { n_experts, width, routing, has_bias: false, shared: None }
+    }
 }
 
 /// The names of the tensors of a layer's experts, without `.weight`.
@@ -43,19 +59,31 @@ pub struct ExpertNames {
     pub experts: &'static str,
     /// The gate, up and output projection of an expert, such as `gate_proj`.
     pub parts: [&'static str; 3],
+    /// The bias of the selection, which is a whole name.
+    pub bias: &'static str,
+    /// The prefix of the MLP that computes all tokens.
+    pub shared: &'static str,
 }
 
 impl ExpertNames {
-    /// The names in files of Qwen. [`llama::GGUF`] gives them to the tensors of all GGUF files.
+    /// The names in files of Qwen and DeepSeek. The tables of GGUF names give them to the tensors
+    /// of all GGUF files.
     pub(crate) const QWEN: Self = Self {
         router: "mlp.gate",
         experts: "mlp.experts",
-        parts: ["gate_proj", "up_proj", "down_proj"],
+        parts: MLP_PARTS,
+        bias: "mlp.gate.e_score_correction_bias",
+        shared: "mlp.shared_experts",
     };
 
     /// Returns the names of the projections of one expert.
     pub(super) fn of(&self, expert: usize) -> [String; 3] {
         self.parts.map(|part| format!("{}.{expert}.{part}", self.experts))
+    }
+
+    /// Returns the names of the projections of the MLP that computes all tokens.
+    pub(super) fn shared(&self) -> [String; 3] {
+        self.parts.map(|part| format!("{}.{part}", self.shared))
     }
 
     /// Returns the names of the projections of all experts together.

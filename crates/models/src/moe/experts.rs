@@ -1,11 +1,15 @@
 //! The mixture of experts of a layer.
 
 use burn::{
-    module::Module,
-    tensor::{DType, Tensor, activation},
+    module::{Module, Param},
+    tensor::Tensor,
 };
 
-use super::config::{ExpertNames, ExpertsConfig};
+use super::{
+    config::{ExpertNames, ExpertsConfig},
+    mlp,
+    routing::{Routing, Scores},
+};
 use crate::{
     decoder::Role,
     error::Result,
@@ -18,20 +22,26 @@ use crate::{
 pub struct Experts {
     /// Computes a score for every expert, `[n_experts, hidden]`.
     pub router: Linear,
+    /// The bias of scores in the selection of experts, `[n_experts]`, if the model has one.
+    pub router_bias: Option<Param<Tensor<1>>>,
     /// The experts.
     pub experts: Vec<GatedMlp>,
-    /// The number of experts with the highest probability that compute a token.
-    pub per_token: usize,
-    /// True if the probabilities of the selected experts are divided by their sum.
-    pub normalized: bool,
+    /// The MLP that computes all tokens, if the model has one.
+    pub shared: Option<GatedMlp>,
+    /// The selection of experts.
+    #[module(skip)]
+    pub routing: Routing,
     /// The projections of all experts, if they are packed on a GPU.
     #[module(skip)]
     pub stacks: Option<ExpertStacks>,
 }
 
+/// The bias of the selection in GGUF files, by the table of GGUF names.
+const GGUF_BIAS: &str = "mlp.gate.e_score_correction.bias";
+
 impl Experts {
-    /// Applies the experts that the router selects for each token, weighted by their
-    /// probabilities.
+    /// Applies the experts that the router selects for each token, weighted by their scores, and
+    /// the shared MLP.
     ///
     /// For few tokens, a GPU with packed weights selects the experts itself. Otherwise the host
     /// reads the selection, so that each expert computes only its own tokens. Graph capture cannot
@@ -45,23 +55,33 @@ impl Experts {
         let [batch, seq, hidden] = x.dims();
         let (n, n_experts) = (batch * seq, self.experts.len());
         let x = x.reshape([1, n, hidden]);
-        let scores = self.router.forward(x.clone()).reshape([n, n_experts]);
-        let dtype = scores.dtype();
-        let shares = activation::softmax(scores.cast(DType::F32), 1);
-        let (_, picked) = shares.clone().detach().topk_with_indices(self.per_token, 1);
-        let mut weights = shares.gather(1, picked.clone());
-        if self.normalized {
-            weights = weights.clone() / weights.sum_dim(1);
-        }
-        let routed = Routed { picked, weights: weights.cast(dtype) };
+        let routed = self.route(&x);
         let projections = || self.experts.iter().flat_map(|expert| [&expert.gate_up, &expert.down]);
         let stacks = self.stacks.as_ref();
-        let output = match stacks.filter(|stacks| stacks.can_compute(&x, on_device, projections()))
-        {
+        let shared = self.shared.as_ref().map(|shared| shared.forward(x.clone()));
+        let stacks = stacks.filter(|stacks| stacks.can_compute(&x, on_device, projections()));
+        let output = match stacks {
             Some(stacks) => stacks.sum(x, routed, |gate_up| gated(gate_up, Gating::Silu)),
             None => routed.sum(x, n_experts, on_device, |i, x| self.experts[i].forward(x)),
         };
-        output.reshape([batch, seq, hidden])
+        let output = output.reshape([batch, seq, hidden]);
+        match shared {
+            Some(shared) => output + shared.reshape([batch, seq, hidden]),
+            None => output,
+        }
+    }
+
+    /// Selects experts for all tokens, `[1, n, hidden]`.
+    fn route(&self, x: &Tensor<3>) -> Routed {
+        let logits = match self.routing.scores {
+            Scores::Softmax => self.router.forward(x.clone()),
+            // As in training code, which computes these logits in f32 whatever the model's type.
+            Scores::Sigmoid | Scores::SqrtSoftplus => self.router.weight.project_in_f32(x.clone()),
+        };
+        let logits = logits.reshape([x.dims()[1], self.experts.len()]);
+        let bias = self.router_bias.as_ref().map(Param::val);
+        let Routed { picked, weights } = self.routing.route(logits, bias);
+        Routed { picked, weights: weights.cast(x.dtype()) }
     }
 
     pub(super) fn build(
@@ -70,43 +90,46 @@ impl Experts {
         names: &ExpertNames,
         source: &mut LayerSource<'_>,
     ) -> Result<Self> {
-        let ExpertsConfig { n_experts: n, per_token, width: wide, normalized } = config;
+        let ExpertsConfig { n_experts: n, width: wide, routing, has_bias, shared } = config;
         let is_gguf = source.gguf().is_some();
         let names = if is_gguf { &ExpertNames::QWEN } else { names };
         let router = source.linear(names.router, [n, hidden], false)?;
+        let bias = if is_gguf { GGUF_BIAS } else { names.bias };
+        let router_bias = has_bias.then(|| source.vector(bias, n, 0.0)).transpose()?;
         let [gate, up, down] = names.of_all().map(|name| source.name(&name));
         let (experts, stacks) = match source.gguf() {
             Some(weights) => {
                 let gate_up = weights.joined_experts([&gate, &up], [n, wide, hidden], false)?;
-                weights.gated_experts(gate_up, &down, [n, hidden, wide], false)?
+                let (experts, stacks) =
+                    weights.gated_experts(gate_up, &down, [n, hidden, wide], false)?;
+                let expert =
+                    |[gate_up, down]: [Linear; 2]| GatedMlp { gate_up, down, gating: Gating::Silu };
+                (experts.into_iter().map(expert).collect(), stacks)
             }
             None => {
-                let expert = |i| {
-                    let [gate, up, down] = names.of(i);
-                    let gate_up = source.fused(&[(&gate, wide), (&up, wide)], hidden, false)?;
-                    Ok([gate_up, source.residual(&down, [hidden, wide], false)?])
-                };
+                let expert = |i| mlp::build(&names.of(i), [hidden, wide], source);
                 ((0..n).map(expert).collect::<Result<_>>()?, None)
             }
         };
-        let expert =
-            |[gate_up, down]: [Linear; 2]| GatedMlp { gate_up, down, gating: Gating::Silu };
-        Ok(Self {
-            router,
-            experts: experts.into_iter().map(expert).collect(),
-            per_token,
-            normalized,
-            stacks,
-        })
+        let shared = shared.map(|wide| mlp::build(&names.shared(), [hidden, wide], source));
+        Ok(Self { router, router_bias, experts, shared: shared.transpose()?, routing, stacks })
     }
 
     pub(super) fn visit(&self, names: &ExpertNames, visitor: &mut LayerVisitor<'_>) {
         visitor.linear(Role::Mlp, names.router, &self.router);
-        for (i, expert) in self.experts.iter().enumerate() {
-            let [gate, up, down] = names.of(i);
-            let wide = expert.down.weight.dims()[1];
-            visitor.fused(Role::Mlp, &[(&gate, wide), (&up, wide)], &expert.gate_up);
-            visitor.linear(Role::Mlp, &down, &expert.down);
+        if let Some(bias) = &self.router_bias {
+            visitor.vector(Role::Mlp, names.bias, bias);
         }
+        for (i, expert) in self.experts.iter().enumerate() {
+            mlp::visit(&names.of(i), expert, visitor);
+        }
+        if let Some(shared) = &self.shared {
+            mlp::visit(&names.shared(), shared, visitor);
+        }
+    }
+
+    /// Returns the MLPs of all experts and the shared one.
+    pub(super) fn mlps(&mut self) -> impl Iterator<Item = &mut GatedMlp> {
+        self.experts.iter_mut().chain(&mut self.shared)
     }
 }

@@ -4,13 +4,13 @@ use std::marker::PhantomData;
 
 use burn::{module::Module, tensor::Tensor};
 
-use super::{config::MoeConfig, experts::Experts};
+use super::{config::MoeConfig, experts::Experts, feed_forward::FeedForward};
 use crate::{
     checkpoint::Names,
     decoder::Role,
     error::Result,
     llama::{QK_NORMS, fused},
-    nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
+    nn::{GatedMlp, Linear, QkNorms, RmsNorm, by_rows},
     stack::{DecoderLayer, LayerContext, LayerSource, LayerVisitor},
 };
 
@@ -47,15 +47,9 @@ impl<C: MoeConfig> DecoderLayer for Layer<C> {
         let base = config.base();
         let (width, wide) = (base.hidden_size, base.intermediate_size);
         let heads = base.attention.n_heads * base.attention.head_dim.values;
-        let [qkv, gate_up] = fused(base, |_| false);
-        let (mlp, experts) = match config.experts(source.index()) {
-            Some(experts) => (None, Some(Experts::build(experts, width, &C::EXPERTS, source)?)),
-            None => {
-                let gate_up = source.fused(&gate_up, width, false)?;
-                let down = source.residual("mlp.down_proj", [width, wide], false)?;
-                (Some(GatedMlp { gate_up, down, gating: Gating::Silu }), None)
-            }
-        };
+        let [qkv, _] = fused(base, |_| false);
+        let experts = config.experts(source.index());
+        let (mlp, experts) = FeedForward::build(experts, [width, wide], &C::EXPERTS, source)?;
         Ok(Self {
             attention_norm: source.norm("input_layernorm", width)?,
             qkv: source.fused(&qkv, width, base.qkv_bias)?,
@@ -72,16 +66,10 @@ impl<C: MoeConfig> DecoderLayer for Layer<C> {
     }
 
     fn visit_parts(&self, config: &C, visitor: &mut LayerVisitor<'_>) {
-        let [qkv, gate_up] = fused(config.base(), |_| false);
+        let [qkv, _] = fused(config.base(), |_| false);
         visitor.fused(Role::Qkv, &qkv, &self.qkv);
         visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
-        if let Some(mlp) = &self.mlp {
-            visitor.fused(Role::Mlp, &gate_up, &mlp.gate_up);
-            visitor.linear(Role::Mlp, "mlp.down_proj", &mlp.down);
-        }
-        if let Some(experts) = &self.experts {
-            experts.visit(&C::EXPERTS, visitor);
-        }
+        self.feed_forward().visit(&C::EXPERTS, visitor);
         visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
         visitor.norm(Role::MlpNorm, "post_attention_layernorm", &self.mlp_norm);
         if let Some(norms) = &self.qk_norms {
@@ -94,31 +82,25 @@ impl<C: MoeConfig> DecoderLayer for Layer<C> {
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, &self.attention_norm));
         let heads = context.attend(qkv, self.qk_norms.as_ref())?;
         let x = self.output.forward_added(heads, x);
-        if let Some(mlp) = &self.mlp {
-            return Ok(by_rows(x, |x| mlp.forward_added(x, &self.mlp_norm)));
-        }
-        let normed = by_rows(x.clone(), |x| self.mlp_norm.forward(x));
-        Ok(match &self.experts {
-            Some(experts) => x + experts.forward(normed, captured),
-            None => x,
-        })
+        Ok(self.feed_forward().forward_added(x, &self.mlp_norm, captured))
     }
 
     fn projections(&mut self) -> Vec<&mut Linear> {
-        let experts = self.experts.iter_mut().flat_map(|experts| &mut experts.experts);
-        let mlps = self.mlp.iter_mut().chain(experts);
-        let mlps = mlps.flat_map(|mlp| [&mut mlp.gate_up, &mut mlp.down]);
+        let mlps = FeedForward::projections(&mut self.mlp, &mut self.experts);
         [&mut self.qkv, &mut self.output].into_iter().chain(mlps).collect()
     }
 
-    /// Returns whether there are no experts, or they are packed on a GPU. Elsewhere a step for
-    /// graph capture multiplies with all experts, because the host cannot read which ones the
-    /// router selected.
     fn captures(&self) -> bool {
-        self.experts.as_ref().is_none_or(|experts| experts.stacks.is_some())
+        self.feed_forward().captures()
     }
 
     fn final_norm(_: &C, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
         source.norm(Self::NORM, width)
+    }
+}
+
+impl<C: MoeConfig> Layer<C> {
+    fn feed_forward(&self) -> FeedForward<'_> {
+        FeedForward { mlp: &self.mlp, experts: &self.experts }
     }
 }

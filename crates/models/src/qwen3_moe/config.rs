@@ -45,12 +45,8 @@ impl MoeConfig for Config {
     }
 
     fn experts(&self, layer: usize) -> Option<ExpertsConfig> {
-        let experts = ExpertsConfig {
-            n_experts: self.n_experts,
-            per_token: self.experts_per_token,
-            width: self.expert_size,
-            normalized: self.normalized,
-        };
+        let Self { n_experts, experts_per_token, expert_size, normalized, .. } = *self;
+        let experts = ExpertsConfig::softmax(n_experts, experts_per_token, expert_size, normalized);
         (!self.dense_layers.contains(&layer)).then_some(experts)
     }
 }

@@ -226,8 +226,8 @@ fn a_name_belongs_to_one_family() {
     let error = config("toy-2").unwrap_err().to_string();
     assert!(
         error.contains(
-            "smollm3, gemma3_text, gpt_oss, deepseek_v4, qwen3_moe, \
-             mixtral, qwen3_5, qwen3_5_text and toy are supported"
+            "smollm3, gemma3_text, gpt_oss, deepseek_v3, deepseek_v2, kimi_k2, deepseek_v4, \
+             qwen3_moe, mixtral, qwen3_5, qwen3_5_text and toy are supported"
         ),
         "{error}"
     );

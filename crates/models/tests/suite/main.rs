@@ -9,6 +9,7 @@ mod cache_config;
 mod chat;
 mod common;
 mod decoders;
+mod deepseek_v3;
 mod deepseek_v4;
 mod deepseek_v4_bugs;
 mod deepseek_v4_cache;

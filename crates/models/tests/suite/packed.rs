@@ -49,7 +49,9 @@ fn packed_models_match_restored_ones() {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         let (restored, packed, notes) = both(&file, Activations::Exact);
-        assert!(!notes.iter().any(|note| note.contains("restored to f32")), "{name}: {notes:?}");
+        // The rows of keys and values of DeepSeek-V3's heads are floats.
+        let notes = notes.iter().filter(|note| note.contains("restored to f32")).count();
+        assert_eq!(notes, usize::from(name == "deepseek_v3-tiny"), "{name}");
         assert_eq!(packed.n_weights(), restored.n_weights(), "{name}");
         // Blocks have 18 bytes for 128 of f32; gpt2's positions and vectors stay floats.
         let ratio = packed.weight_bytes() as f64 / restored.weight_bytes() as f64;
@@ -307,7 +309,7 @@ fn experts_are_picked_on_a_gpu<T: Target>(gpu: &On<T>) {
     let folder = fixture("mxfp4");
     let options = LoadOptions::default().with_packed(Some(Activations::Exact));
     let scratch = tempfile::tempdir().unwrap();
-    let without_biases = ["qwen3_moe-tiny", "mixtral-tiny"].map(|name| {
+    let without_biases = ["qwen3_moe-tiny", "mixtral-tiny", "deepseek_v3-tiny"].map(|name| {
         let file = scratch.path().join(name).with_extension("gguf");
         write_gguf(&tiny(name), &file, GgmlType::Q4_0, &[]);
         file

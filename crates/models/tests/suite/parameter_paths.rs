@@ -43,6 +43,7 @@ fn parameters_of_all_families_keep_their_paths() {
         "qwen3_moe-tiny",
         "mixtral-tiny",
         "qwen3_5-tiny",
+        "deepseek_v3-tiny",
     ] {
         load(tiny(name), &device()).unwrap().model.visit(&mut paths);
     }

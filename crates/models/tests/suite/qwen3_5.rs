@@ -9,14 +9,13 @@ use kv_models::{
     kv_cubecl::{CacheFloat, KvCacheConfig},
     load, outline, save,
 };
-use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value as Json, json};
 
 use crate::{
     common::{
         GgmlType, GgufTensor, Value, assert_contains, device, expected, gguf_parts, max_difference,
-        read_tensors, tiny, with_config, write_gguf_file,
+        partitions, read_tensors, tiny, with_config, write_gguf_file,
     },
     save::words,
 };
@@ -93,40 +92,10 @@ fn the_text_part_of_a_checkpoint_with_images_loads() {
     assert!(worst == 0.0, "{worst}");
 }
 
-/// Any partition of a text into calls gives the logits of the closed form. Sums are in another
-/// order; in a quantized cache that changes single codes, so there the mean difference is small.
 #[test]
 fn partitions_equal_the_closed_form() {
-    let device = device();
-    let model = load(tiny(NAME), &device).unwrap().model;
-    let mut rng = Xoshiro256PlusPlus::seed_from_u64(31);
-    const LEN: usize = 160;
-    for (cache, tolerance, n) in
-        [("float", 5e-5, 60), ("k4v4-g32-r32", 2e-3, 20), ("k3v3-g32-r32", 2e-3, 20)]
-    {
-        let config: KvCacheConfig = cache.parse().unwrap();
-        let ids: Vec<u32> = (0..LEN).map(|_| rng.random_range(0..256)).collect();
-        let ids = ids_to_tensor(&ids, [1, LEN], &device);
-        let whole = model.forward(ids.clone(), config).unwrap();
-        let largest = whole.clone().abs().max().into_scalar::<f32>();
-        for case in 0..n {
-            let mut state = model.new_cache(config.with_capacity(LEN), 1, &device).unwrap();
-            let mut parts = vec![];
-            let most = [3, 40, 90][case % 3];
-            while state.len() < LEN {
-                let next = rng.random_range(1..=most).min(LEN - state.len());
-                let part = ids.clone().narrow(1, state.len(), next);
-                parts.push(model.step(part, &mut state).unwrap());
-            }
-            let difference = (Tensor::cat(parts, 1) - whole.clone()).abs();
-            let off = match cache {
-                "float" => difference.max(),
-                _ => difference.mean(),
-            };
-            let off = off.into_scalar::<f32>();
-            assert!(off <= tolerance * largest, "{cache}, case {case}: {off} of {largest}");
-        }
-    }
+    let cases = [("float", 5e-5, 60), ("k4v4-g32-r32", 2e-3, 20), ("k3v3-g32-r32", 2e-3, 20)];
+    partitions::partitions_equal_the_closed_form(NAME, &cases);
 }
 
 /// Recurrent layers take no part in a policy.

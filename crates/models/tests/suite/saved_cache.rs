@@ -20,7 +20,7 @@ use crate::common::{
 };
 
 /// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
-const MODELS: [&str; 8] = [
+const MODELS: [&str; 9] = [
     "llama-tiny",
     "gemma3-tiny",
     "gpt-oss-tiny",
@@ -29,6 +29,7 @@ const MODELS: [&str; 8] = [
     "qwen3_moe-tiny",
     "qwen3_5-tiny",
     "mixtral-tiny",
+    "deepseek_v3-tiny",
 ];
 const CACHES: [&str; 8] = [
     "float",

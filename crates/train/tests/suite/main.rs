@@ -10,6 +10,7 @@ mod data;
 mod failures;
 mod folders;
 mod hub;
+mod latent;
 mod packed;
 mod recurrent;
 mod resume;

@@ -7,7 +7,7 @@ use serde_json::Value as Json;
 use super::{
     GgmlType, fixture, gguf_delta,
     gguf_experts::{Stacks, expert_tensors},
-    read_tensors, tiny,
+    gguf_latent, read_tensors, tiny,
 };
 
 /// A metadata value.
@@ -70,7 +70,7 @@ fn write_string(text: &str, out: &mut Vec<u8>) {
 
 /// A tensor of a GGUF file.
 pub(crate) struct GgufTensor {
-    name: String,
+    pub(crate) name: String,
     /// The outermost dimension first.
     shape: Vec<usize>,
     kind: GgmlType,
@@ -109,6 +109,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         "gpt_oss" => "gpt-oss",
         "qwen3_moe" => "qwen3moe",
         "qwen3_5_text" => "qwen35",
+        "deepseek_v3" => "deepseek2",
         other => other,
     };
     let int = |key: &str| config[key].as_u64().map(|n| n as u32);
@@ -154,6 +155,9 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         for (key, value) in gguf_delta::sizes(&config) {
             put(key, Some(Value::U32(value)));
         }
+    }
+    if arch == "deepseek2" {
+        gguf_latent::metadata(&config).into_iter().for_each(|(key, value)| put(key, Some(value)));
     }
     if arch == "gpt-oss" {
         put("rope.scaling.type", Some(Value::String("yarn".into())));
@@ -216,9 +220,12 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
                     .collect();
             }
         }
-        let fits = matches!(shape[..], [_, columns] if columns.is_multiple_of(dtype.block_size()));
-        let dtype = if fits { dtype } else { GgmlType::F32 };
-        tensors.push(GgufTensor::new(gguf, &shape, &values, dtype));
+        for (gguf, shape, values) in gguf_latent::split(gguf, shape, values, &config) {
+            let columns = *shape.last().unwrap();
+            let fits = shape.len() > 1 && columns.is_multiple_of(dtype.block_size());
+            let dtype = if fits { dtype } else { GgmlType::F32 };
+            tensors.push(GgufTensor::new(gguf, &shape, &values, dtype));
+        }
     }
     tensors.extend(stacks.tensors(dtype));
     let mut vectors = factors;
@@ -354,6 +361,9 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
             .replace("mlp.router", "ffn_gate_inp")
             .replace("mlp.experts.down_proj_bias", "ffn_down_exps.bias")
             .replace("mlp.experts.down_proj", "ffn_down_exps.weight");
+    }
+    if arch == "deepseek2" {
+        name = gguf_latent::renamed(&name);
     }
     if matches!(arch, "gemma3" | "qwen35") {
         name = name.replace("post_attention_layernorm", "post_attention_norm");

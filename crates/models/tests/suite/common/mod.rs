@@ -6,7 +6,9 @@ mod ggml;
 mod gguf;
 mod gguf_delta;
 mod gguf_experts;
+mod gguf_latent;
 pub(crate) mod minifloat;
+pub(crate) mod partitions;
 pub(crate) mod saved;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -28,7 +30,7 @@ use serde_json::Value as Json;
 pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 14] = [
+pub(crate) const TINY: [&str; 15] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -43,6 +45,7 @@ pub(crate) const TINY: [&str; 14] = [
     "qwen3_moe-tiny",
     "qwen3_5-tiny",
     "mixtral-tiny",
+    "deepseek_v3-tiny",
 ];
 
 /// Runs a case on the device of a GPU backend.
