@@ -222,9 +222,10 @@ impl DecoderConfig for Config {
 
     fn spec(&self) -> ModelSpec {
         let Self { vocab_size, hidden_size, max_positions, n_layers, latent_rank, .. } = *self;
-        let channels = Sides { keys: latent_rank + self.rotary_dim, values: latent_rank };
+        let of_heads = Sides { keys: self.head_dim(), values: self.value_dim };
         let options = AttentionOptions::default().with_scale(self.score_scale() as f32);
-        let layer = LayerSpec::new(self.n_heads, 1, channels).with_options(options);
+        let layer = LayerSpec::latent(self.n_heads, latent_rank, self.rotary_dim, of_heads);
+        let layer = layer.with_options(options);
         let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
         ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer).with_rope(rope)
     }

@@ -294,6 +294,6 @@ fn the_plan_of_deepseek_v3_is_the_published_arithmetic() {
     let f16 = KvCacheConfig::float().with_float(CacheFloat::F16).with_capacity(tokens);
     let bytes: usize =
         spec.layers.iter().map(|layer| layer.cache_bytes(&f16, 1).unwrap().floats).sum();
-    // Keys of 512 + 64 channels and values of 512 in 2 bytes.
-    assert_eq!(bytes, 61 * tokens * (576 + 512) * 2);
+    // Rows of 512 + 64 channels in 2 bytes, whose first channels are the values.
+    assert_eq!(bytes, 61 * tokens * 576 * 2);
 }
