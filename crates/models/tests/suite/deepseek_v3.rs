@@ -5,10 +5,11 @@ use std::{fs, path::Path};
 
 use burn::tensor::Tensor;
 use kv_models::{
-    ConfigJson, LoadOptions, SaveOptions,
+    ConfigJson, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions,
     deepseek_v3::{Config, DeepseekV3},
     kv_cubecl::{CacheFloat, KvCacheConfig},
-    load, outline, random, save,
+    kv_weights::{Activations, GroupSize, WeightFormat},
+    load, load_with, outline, random, save, save_quantized,
 };
 use serde_json::{Value as Json, json};
 
@@ -263,6 +264,34 @@ fn queries_may_be_uncompressed() {
     let again = load(saved.path(), &device).unwrap().model;
     let again = again.forward(ids, KvCacheConfig::float()).unwrap();
     assert_eq!(again.to_data(), whole.to_data());
+}
+
+/// Quantized rows of keys and values are restored, and a note says how many.
+#[test]
+fn quantized_folders_are_read() {
+    let device = device();
+    let folder = with_config(NAME, |c| c["q_lora_rank"] = json!(32));
+    let path = folder.path().join("config.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let model = random(&ConfigJson { text: &text, path: &path }, &device).unwrap();
+    let ids = expected(&tiny(NAME), &device).ids.narrow(1, 0, 60);
+    let logits =
+        |model: &LanguageModel| model.forward(ids.clone(), KvCacheConfig::float()).unwrap();
+    let before = logits(&model);
+    let largest = before.clone().abs().max().into_scalar::<f32>();
+    let scratch = tempfile::tempdir().unwrap();
+    let saved = scratch.path().join("saved");
+    let options = QuantizeOptions::new([Some(WeightFormat::Int8(GroupSize::G32)); 3]);
+    save_quantized(&saved, &model, &words(), options).unwrap();
+    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+    let packed = load_with(&saved, &device, options).unwrap();
+    assert_contains(&packed.notes.join("\n"), &["3 tensors of", "are restored to f32"]);
+    assert_eq!(packed.model.n_weights(), model.n_weights());
+    let restored = load(&saved, &device).unwrap().model;
+    let worst = max_difference(logits(&packed.model), logits(&restored));
+    assert!(worst < 1e-4 * largest, "{worst} of {largest}");
+    let mean = (logits(&restored) - before).abs().mean().into_scalar::<f32>();
+    assert!(mean > 0.0 && mean < 0.02 * largest, "{mean} of {largest}");
 }
 
 /// The published sizes of DeepSeek-V3: 61 layers with a latent row of 512 channels and a rope key

@@ -171,7 +171,8 @@ fn captured_steps<T: Target>(device: &On<T>, models: &[&str]) {
                 logits(&model, &mut expected, *id, device);
             }
             let mut captured = prompted(&model, cache, device);
-            let ends = [end, 1].into();
+            let other = (0..).find(|id| !text.contains(id)).unwrap();
+            let ends = [end, other].into();
             let mut graph =
                 DecodeGraph::new(&model, &mut captured, &ends, Draw::GREEDY, device).unwrap();
             for id in [3, 250, 17, 17] {

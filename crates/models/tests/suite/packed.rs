@@ -132,11 +132,14 @@ fn matrices_of_16_bits_stay_packed() {
                 let said = notes.iter().any(|note| note.contains("restored to f32"));
                 // Experts of Hugging Face checkpoints are stored transposed.
                 let experts = name.starts_with("gpt-oss") && path != file;
-                assert_eq!(said, experts, "{at}: {notes:?}");
+                // Rows of keys and values are floats, and compressed queries have 24 channels.
+                let latent = name == "deepseek_v3-tiny";
+                assert_eq!(said, experts || latent, "{at}: {notes:?}");
                 assert!(packed.is_packed(), "{at}");
                 assert_eq!(packed.n_weights(), restored.n_weights(), "{at}");
                 let ratio = packed.weight_bytes() as f64 / restored.weight_bytes() as f64;
-                assert!(experts || ratio < 0.52, "{at}: {ratio}");
+                let most = if latent { 0.62 } else { 0.52 };
+                assert!(experts || ratio < most, "{at}: {ratio}");
                 for cache in ["float", "k4v4-g16-r16"] {
                     let [packed, restored] =
                         [&packed, &restored].map(|model| logits(model, &tiny(name), cache));

@@ -107,7 +107,8 @@ fn expected_of(
 fn every_family_matches_the_reference() {
     let scratch = tempfile::tempdir().unwrap();
     let whole = Quantize::default();
-    for name in TINY {
+    // Compressed queries of 24 channels are not groups of 32.
+    for name in TINY.into_iter().filter(|name| *name != "deepseek_v3-tiny") {
         let original = load(tiny(name), &device()).unwrap().model;
         let experts = name == "gpt-oss-tiny";
         let all: [(&str, Formats, Quantize); 4] = [

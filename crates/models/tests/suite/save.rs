@@ -117,7 +117,7 @@ fn f16_rounds_every_weight_once() {
         let worst = max_difference(logits(&again, &device), logits(&model, &device));
         // With rounded weights, a router picks the other of two experts with nearly equal scores,
         // and rounded rates of decay change the sums over all tokens.
-        let most = [("qwen3_moe-tiny", 0.2), ("qwen3_5-tiny", 0.02)];
+        let most = [("qwen3_moe-tiny", 0.2), ("deepseek_v3-tiny", 1.0), ("qwen3_5-tiny", 0.02)];
         let most = most.iter().find(|(it, _)| *it == name).map_or(5e-3, |(_, most)| *most);
         assert!(worst > 0.0 && worst < most, "{name}: {worst}");
     }

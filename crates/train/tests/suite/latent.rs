@@ -142,9 +142,8 @@ fn gradients_of_latent_attention_are_finite_differences() {
                 let mut moved = model.clone();
                 let matrix = select(&mut moved.layers[layer].attention);
                 let numbers = direction.clone().into_data();
-                let to =
-                    matrix.val().detach() + Tensor::from_data(numbers, &matrix.device()) * step;
-                *matrix = Param::from_tensor(to).into();
+                let to = matrix.val() + Tensor::from_data(numbers, &matrix.device()) * step;
+                *matrix = Param::from_tensor(to.detach()).into();
                 loss(&moved, ids.clone()).into_scalar::<f32>()
             };
             let step = 2e-3;
