@@ -164,9 +164,9 @@ fn of_layer(
         false => Ok(rows.clone()),
     };
     let keys = error(&turned(&key, Side::Keys)?, Side::Keys, counts.keys)?;
-    // Values that are channels of keys are quantized as keys.
+    // Values that are channels of keys have the error of keys.
     let values = match shares_values {
-        true => SideError::default(),
+        true => keys,
         false => error(&turned(&value, Side::Values)?, Side::Values, counts.values)?,
     };
 

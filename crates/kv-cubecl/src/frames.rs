@@ -180,6 +180,12 @@ impl FrameConfig {
     /// Returns the ring for a cache of this shape.
     pub(crate) fn ring(&self, shape: CacheShape) -> Result<Ring> {
         self.check()?;
+        if shape.shares_values {
+            return Err(Error::Unsupported {
+                what: format!("a cache of frames of {shape}"),
+                why: "frames store keys and values separately".to_string(),
+            });
+        }
         let Self { format, tokens_per_frame, sliding_window: window, sinks, .. } = *self;
         if sinks >= window {
             let rule = format!("must be fewer than the {window} of the window");

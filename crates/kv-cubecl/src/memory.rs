@@ -83,7 +83,9 @@ impl KvMemory<'_> {
         if !shape.shares_values {
             return Err(Error::Unsupported {
                 what: format!("attend_shared with a cache of {shape}"),
-                why: "it stores values by themselves; allocate it for with_shared_values".into(),
+                why: "the cache stores values separately; create it with \
+                      CacheShape::with_shared_values"
+                    .to_string(),
             });
         }
         let value = shared_values(&key, value_dim)?;

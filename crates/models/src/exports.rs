@@ -31,8 +31,8 @@ pub struct Names {
     /// The starts of the names of tensors that the language model does not use, each with what they
     /// are for, which a note tells the user.
     pub unused: &'static [(&'static str, &'static str)],
-    /// The ends of the names of matrices that never stay packed, because their columns are
-    /// multiplied, too.
+    /// The ends of the names of matrices that never stay packed, because products with their
+    /// transpose are needed.
     pub restored: &'static [&'static str],
 }
 

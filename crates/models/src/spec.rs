@@ -36,9 +36,9 @@ pub struct LayerSpec {
     pub sparse: Option<SparseLayer>,
     /// A recurrent state instead of a cache; `None` for a layer of attention.
     pub delta: Option<DeltaConfig>,
-    /// In latent attention the channels of the keys and values that each head would have of its
-    /// own. They are not computed: the cache stores one row per token, whose first channels are the
-    /// value. `None` for other layers.
+    /// In latent attention, the channels of a head's keys and values before compression. They are
+    /// never computed: the cache stores one row per token, whose first channels are the value.
+    /// `None` for other layers.
     pub latent: Option<Sides<usize>>,
 }
 
@@ -128,6 +128,11 @@ impl LayerSpec {
     pub fn latent(n_heads: usize, rank: usize, rotary_dim: usize, of_heads: Sides<usize>) -> Self {
         let head_dim = Sides { keys: rank + rotary_dim, values: rank };
         Self { latent: Some(of_heads), ..Self::new(n_heads, 1, head_dim) }
+    }
+
+    /// Returns whether the layer has a cache that stores values besides keys.
+    pub const fn stores_values(&self) -> bool {
+        self.has_cache() && !self.shares_values()
     }
 
     /// Returns whether a value is the first channels of its key, so that the cache stores keys

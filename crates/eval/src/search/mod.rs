@@ -147,13 +147,17 @@ impl SearchPlan {
     /// of recurrent layers, which have no cache, do not matter.
     fn policy(&self, spec: &ModelSpec, assignment: &[usize]) -> ModelCacheConfig {
         let choices = self.choices();
-        let n_caches = spec.layers.iter().filter(|layer| layer.has_cache()).count();
         let mut policy = ModelCacheConfig::from(self.base);
         for (which, side) in Side::BOTH.into_iter().enumerate() {
+            let stores = match side {
+                Side::Keys => LayerSpec::has_cache,
+                Side::Values => LayerSpec::stores_values,
+            };
+            let n_caches = spec.layers.iter().filter(|layer| stores(layer)).count();
             for (choice, &format) in choices.iter().enumerate() {
                 let cells = assignment.iter().skip(which).step_by(2).enumerate();
                 let layers: Vec<usize> = cells
-                    .filter(|&(layer, &chosen)| chosen == choice && spec.layers[layer].has_cache())
+                    .filter(|&(layer, &chosen)| chosen == choice && stores(&spec.layers[layer]))
                     .map(|(layer, _)| layer)
                     .collect();
                 let own = format == self.base.format(side);
@@ -191,9 +195,17 @@ impl SearchPlan {
         let mut cells: Vec<Vec<Choice>> = of_layers
             .iter()
             .zip(&spec.layers)
-            .flat_map(|(&bytes, layer)| [(bytes / 2, layer), (bytes.div_ceil(2), layer)])
-            .map(|(bytes, layer)| {
-                let n_choices = if layer.has_cache() { self.choices().len() } else { 1 };
+            .flat_map(|(&bytes, layer)| {
+                // Values that are channels of keys have no bytes of their own.
+                let [keys, values] = match layer.shares_values() {
+                    true => [bytes, 0],
+                    false => [bytes / 2, bytes.div_ceil(2)],
+                };
+                let (own_keys, own_values) = (layer.has_cache(), layer.stores_values());
+                [(keys, own_keys), (values, own_values)]
+            })
+            .map(|(bytes, is_stored)| {
+                let n_choices = if is_stored { self.choices().len() } else { 1 };
                 vec![Choice { bytes, cost: 0.0 }; n_choices]
             })
             .collect();

@@ -131,7 +131,7 @@ impl KvCache {
     fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
         if self.layout.shape().shares_values {
-            let why = "rope would turn the channels of values, which come first; apply it before";
+            let why = "rope would change the first channels of keys, which are the values; apply rope before the call";
             let what = format!("{op} with a cache whose values are channels of keys");
             return Err(Error::Unsupported { what, why: why.to_string() });
         }

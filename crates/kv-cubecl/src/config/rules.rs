@@ -112,12 +112,12 @@ impl KvCacheConfig {
         }
         let keys = self.with_shared_values();
         if keys.uses_hadamard_keys() {
-            let rule = format!(
-                "keys as {}, whose first channels are the values, cannot get a Hadamard transform; \
-                 try k4v4 or kint8vint8",
-                keys.keys
-            );
-            return Err(invalid("hadamard_keys", true, rule));
+            let rule = "values are channels of keys, which a Hadamard transform would mix with \
+                        others; try k4v4 or kint8vint8";
+            return Err(match self.hadamard_keys {
+                true => invalid("hadamard_keys", true, rule),
+                false => invalid("key_format", keys.keys, format!("needs a transform: {rule}")),
+            });
         }
         Self { values: KvFormat::Float, ..keys }.validate(width)
     }

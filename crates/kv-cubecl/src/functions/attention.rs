@@ -232,8 +232,12 @@ impl Attend<'_> {
             config.uses_hadamard_values() || config.uses_hadamard_keys() || sink_logits.is_some();
         let query = if changed { floats(query) } else { query };
         let [query, key] = hadamard_query_key([query, key], config);
-        let value = hadamard_values(value, config);
-        let [key, value] = [key, value].map(|side| store(floats(side), config.float));
+        let stored = |side| store(floats(side), config.float);
+        let (key, value_dim) = (stored(key), value.dims()[3]);
+        let value = match layout.shape().shares_values {
+            true => key.clone().narrow(3, 0, value_dim),
+            false => stored(hadamard_values(value, config)),
+        };
         let skip = if fake_quant.quantize_everything { 0 } else { config.sink_tokens };
         let sides = layout.sides();
         let hat = |tensor: &Tensor<4>, side: SideLayout| match side.spec {
@@ -242,7 +246,7 @@ impl Attend<'_> {
         };
         let key_hat = hat(&key, sides.keys);
         let value_hat = match layout.shape().shares_values {
-            true => key_hat.clone().narrow(3, 0, value.dims()[3]),
+            true => key_hat.clone().narrow(3, 0, value_dim),
             false => hat(&value, sides.values),
         };
         let (sides, spec) = match fake_quant.quantize_everything {

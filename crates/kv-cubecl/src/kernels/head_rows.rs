@@ -125,9 +125,15 @@ pub(super) fn product(board: &mut Board) -> f32 {
     product
 }
 
-/// Adds the weighted rows of the tile, whose scores all units must have written.
+/// Adds the weighted rows of the tile times `factor`, after all units have written its scores.
 #[cube]
-pub(super) fn add_rows(rows: &Array<f32>, board: &Board, sums: &mut Sums, #[comptime] own: usize) {
+pub(super) fn add_rows(
+    rows: &Array<f32>,
+    board: &Board,
+    sums: &mut Sums,
+    #[comptime] factor: f32,
+    #[comptime] own: usize,
+) {
     #[unroll]
     for h in 0..HEADS {
         let mut largest = sums.most[h];
@@ -135,12 +141,12 @@ pub(super) fn add_rows(rows: &Array<f32>, board: &Board, sums: &mut Sums, #[comp
         for t in 0..TILE {
             largest = clamp_min(largest, board.scores[h * TILE + t]);
         }
-        let factor = (sums.most[h] - largest).exp();
+        let kept = (sums.most[h] - largest).exp();
         sums.most[h] = largest;
-        sums.weights[h] *= factor;
+        sums.weights[h] *= kept;
         #[unroll]
         for i in 0..own {
-            sums.rows[h * own + i] *= factor;
+            sums.rows[h * own + i] *= kept;
         }
         #[unroll]
         for t in 0..TILE {
@@ -149,9 +155,10 @@ pub(super) fn add_rows(rows: &Array<f32>, board: &Board, sums: &mut Sums, #[comp
             if score != f32::new(LOWEST) {
                 let weight = (score - largest).exp();
                 sums.weights[h] += weight;
+                let scaled = weight * f32::new(factor);
                 #[unroll]
                 for i in 0..own {
-                    sums.rows[h * own + i] += weight * rows[t * own + i];
+                    sums.rows[h * own + i] += scaled * rows[t * own + i];
                 }
             }
         }

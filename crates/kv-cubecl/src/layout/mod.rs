@@ -77,7 +77,7 @@ impl fmt::Display for CacheShape {
         let Self { batch, n_kv_heads, head_dim: Sides { keys, values }, shares_values } = self;
         write!(f, "batch {batch}, {n_kv_heads} heads of {keys} channels")?;
         match shares_values {
-            true => write!(f, ", the first {values} of them values"),
+            true => write!(f, ", the first {values} as values"),
             false if keys == values => Ok(()),
             false => write!(f, " for keys and {values} for values"),
         }

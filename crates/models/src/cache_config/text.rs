@@ -13,7 +13,8 @@ use crate::{
 impl ModelCacheConfig {
     /// Returns notes for the user on layers of a model of `spec` that ignore sinks or a longer
     /// window of the policy, because they have their own sliding window, and on keys with a bias
-    /// that are stored in few bits after a Hadamard transform.
+    /// that are stored in few bits after a Hadamard transform. Layers whose values are channels of
+    /// keys ignore what the policy says of values.
     pub fn notes(&self, spec: &ModelSpec) -> Vec<String> {
         type Asked = fn(&LayerSpec, KvCacheConfig) -> bool;
         let sinks: Asked = |layer, cache| layer.sliding_window.is_some() && cache.sink_tokens > 0;
@@ -38,7 +39,12 @@ impl ModelCacheConfig {
             "have a bias in the projection of keys, which the Hadamard transform of keys spreads \
              over all channels; keys without it (k2, k3, k4) lose far less",
         );
-        windowed.into_iter().chain(biased).collect()
+        let unused: Asked = |layer, cache| {
+            layer.shares_values() && (cache.hadamard_values || cache.values != cache.keys)
+        };
+        let shared =
+            note(unused, "read values from their keys; what is said of values has no effect");
+        windowed.into_iter().chain(biased).chain(shared).collect()
     }
 
     /// Lists the caches of a model of `spec`, equal layers together. Returns `None` if all layers

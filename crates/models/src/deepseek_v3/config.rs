@@ -116,6 +116,7 @@ impl Config {
             normalized: self.normalized,
             scale: self.routed_scale,
             groups: (groups.selected < groups.n_groups).then_some(groups),
+            f32_logits: true,
         };
         Some(ExpertsConfig {
             n_experts: self.n_experts,
@@ -161,13 +162,15 @@ impl Config {
         let in_groups = n_experts / n_groups * groups_per_token;
         if experts_per_token > in_groups {
             let rule = format!(
-                "must be at most the {in_groups} experts of topk_group {groups_per_token} groups; \
-                 raise topk_group"
+                "must be at most {in_groups}, the experts in topk_group {groups_per_token} of \
+                 n_group {n_groups} groups; raise topk_group"
             );
             return error("num_experts_per_tok", experts_per_token, rule);
         }
         if groups_per_token < n_groups && self.has_router_bias() && n_experts / n_groups < 2 {
-            let rule = format!("must leave 2 of {n_experts} experts to a group, which score it");
+            let rule = format!(
+                "must leave at least 2 of {n_experts} experts per group, because the best 2 score it"
+            );
             return error("n_group", n_groups, rule);
         }
         Ok(())
@@ -200,7 +203,7 @@ impl DecoderConfig for Config {
         self.check_groups(path)?;
         for (field, most, value) in [
             ("n_shared_experts", 1 << 16, self.shared_experts),
-            ("num_nextn_predict_layers", 1 << 16, self.further_layers),
+            ("num_nextn_predict_layers", 64, self.further_layers),
         ] {
             if value > most {
                 return Err(Error::config(path, field, value, format!("must be at most {most}")));
@@ -213,9 +216,15 @@ impl DecoderConfig for Config {
         ] {
             positive(path, field, value)?;
         }
-        if !(self.score_mscale.is_finite() && self.score_mscale >= 0.0) {
-            let (field, rule) = ("rope_scaling.mscale_all_dim", "must be finite and at least 0");
-            return Err(Error::config(path, field, self.score_mscale, rule));
+        let mscale =
+            |rule| Err(Error::config(path, "rope_scaling.mscale_all_dim", self.score_mscale, rule));
+        if !(self.score_mscale >= 0.0 && (self.score_scale() as f32).is_finite()) {
+            return mscale("must be at least 0, and small enough for scores in f32");
+        }
+        if self.score_mscale > 0.0
+            && !matches!(self.rope_scaling, RopeScaling::Yarn { .. } | RopeScaling::Default)
+        {
+            return mscale("must be 0 with another rope_type than yarn");
         }
         rope_config::check(path, &self.rope_scaling, self.rotary_dim)
     }

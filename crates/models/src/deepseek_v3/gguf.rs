@@ -23,7 +23,11 @@ impl Config {
         let block_count = metadata.size("block_count")?;
         let blocks = fields::layers(path, &metadata.key("block_count"), block_count)?;
         let further_layers = metadata.optional_size("nextn_predict_layers")?.unwrap_or(0);
-        let n_layers = blocks.saturating_sub(further_layers).max(1);
+        let Some(n_layers) = blocks.checked_sub(further_layers).filter(|&n| n > 0) else {
+            let rule = format!("must be below block_count {blocks}");
+            let key = metadata.key("nextn_predict_layers");
+            return Err(Error::config(path, key, further_layers, rule));
+        };
         let max_positions = metadata.size("context_length")?;
         let rotary_dim = metadata.size("rope.dimension_count")?;
         // Older files have the channels of a head under the names that are now those of the cache.
@@ -32,7 +36,7 @@ impl Config {
             of_head.map_or_else(|| metadata.size(&format!("attention.{side}_length")), Ok)
         };
         let head_dim = channels("key")?;
-        let Some(plain_dim) = head_dim.checked_sub(rotary_dim) else {
+        let Some(plain_dim) = head_dim.checked_sub(rotary_dim).filter(|&n| n > 0) else {
             let key = metadata.key("rope.dimension_count");
             let rule = format!("must be below the {head_dim} channels of a head");
             return Err(Error::config(path, key, rotary_dim, rule));
@@ -58,7 +62,7 @@ impl Config {
             hidden_size: metadata.size("embedding_length")?,
             intermediate_size: metadata.size("feed_forward_length")?,
             n_layers,
-            further_layers: blocks - n_layers,
+            further_layers,
             n_heads: metadata.size("attention.head_count")?,
             query_rank: metadata.optional_size("attention.q_lora_rank")?,
             latent_rank: metadata.size("attention.kv_lora_rank")?,

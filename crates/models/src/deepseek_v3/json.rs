@@ -56,7 +56,9 @@ struct Raw {
 }
 
 const V2: &str = "deepseek_v2";
-/// The selection without groups.
+/// The selection by sigmoids with a bias, by groups of probabilities, and without groups.
+const NOAUX: &str = "noaux_tc";
+const LIMITED: &str = "group_limited_greedy";
 const GREEDY: &str = "greedy";
 /// The defaults of the transformers library.
 const EPSILON: f64 = 1e-6;
@@ -95,17 +97,25 @@ impl Raw {
         }
     }
 
-    /// Returns the groups of experts, and how many a token selects.
-    fn groups(&self, path: &Path) -> Result<[usize; 2]> {
-        let groups = [self.n_group.unwrap_or(1), self.topk_group.unwrap_or(1)];
-        match self.topk_method.as_deref() {
-            None | Some("noaux_tc" | "group_limited_greedy") => Ok(groups),
-            Some(GREEDY) => Ok([1, 1]),
-            Some(other) => {
-                let rule = "must be noaux_tc, group_limited_greedy or greedy";
-                Err(Error::config(path, "topk_method", other, rule))
+    /// Returns the groups of experts, and how many a token selects. The method must be the one of
+    /// the scores.
+    fn groups(&self, path: &Path, scores: Scores) -> Result<[usize; 2]> {
+        let of_scores: &[&str] = match scores {
+            Scores::Sigmoid => &[NOAUX],
+            _ => &[LIMITED, GREEDY],
+        };
+        let default = if self.model_type == V2 { GREEDY } else { NOAUX };
+        match self.topk_method.as_deref().unwrap_or(default) {
+            GREEDY if of_scores.contains(&GREEDY) => return Ok([1, 1]),
+            method if !of_scores.contains(&method) => {
+                let of = if scores == Scores::Sigmoid { SIGMOID } else { SOFTMAX };
+                let rule = format!("must be {} with scoring_func {of}", of_scores.join(" or "));
+                return Err(Error::config(path, "topk_method", method, rule));
             }
+            _ => {}
         }
+        let size = |field: &str, value| required(path, field, value);
+        Ok([size("n_group", self.n_group)?, size("topk_group", self.topk_group)?])
     }
 }
 
@@ -127,7 +137,8 @@ impl Config {
         let new_rope = raw.rope_parameters.as_ref();
         let rope = new_rope.or(raw.rope_scaling.as_ref());
         let rope_theta = new_rope.and_then(|rope| rope.rope_theta).or(raw.rope_theta);
-        let [n_groups, groups_per_token] = raw.groups(path)?;
+        let scores = raw.scores(path)?;
+        let [n_groups, groups_per_token] = raw.groups(path, scores)?;
         let n_experts = raw.n_routed_experts.or(raw.num_local_experts);
         Ok(Self {
             vocab_size: size("vocab_size", raw.vocab_size)?,
@@ -145,13 +156,13 @@ impl Config {
             dense_layers: size("first_k_dense_replace", raw.first_k_dense_replace)?,
             n_experts: size("n_routed_experts", n_experts)?,
             expert_size: size("moe_intermediate_size", raw.moe_intermediate_size)?,
-            shared_experts: raw.n_shared_experts.unwrap_or(0),
+            shared_experts: size("n_shared_experts", raw.n_shared_experts)?,
             experts_per_token: size("num_experts_per_tok", raw.num_experts_per_tok)?,
-            scores: raw.scores(path)?,
+            scores,
             n_groups,
             groups_per_token,
             normalized: raw.norm_topk_prob.unwrap_or(raw.model_type != V2),
-            routed_scale: raw.routed_scaling_factor.unwrap_or(1.0),
+            routed_scale: required(path, "routed_scaling_factor", raw.routed_scaling_factor)?,
             max_positions,
             norm_epsilon: raw.rms_norm_eps.unwrap_or(EPSILON),
             tied_head: raw.tie_word_embeddings.unwrap_or(false),
@@ -168,8 +179,8 @@ impl Config {
     pub(super) fn fields(&self) -> Map<String, Value> {
         let sigmoid = self.scores == Scores::Sigmoid;
         let (model_type, architecture, method) = match sigmoid {
-            true => ("deepseek_v3", "DeepseekV3ForCausalLM", "noaux_tc"),
-            false if self.n_groups > 1 => (V2, "DeepseekV2ForCausalLM", "group_limited_greedy"),
+            true => ("deepseek_v3", "DeepseekV3ForCausalLM", NOAUX),
+            false if self.n_groups > 1 => (V2, "DeepseekV2ForCausalLM", LIMITED),
             false => (V2, "DeepseekV2ForCausalLM", GREEDY),
         };
         let mut rope = rope_config::to_json(&self.rope_scaling, self.max_positions);

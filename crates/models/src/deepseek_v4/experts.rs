@@ -117,6 +117,7 @@ impl Experts {
                 normalized: true,
                 scale: config.routed_scale,
                 groups: None,
+                f32_logits: true,
             },
         })
     }

@@ -8,7 +8,7 @@ use burn::{
 use super::{
     config::{ExpertNames, ExpertsConfig},
     mlp,
-    routing::{Routing, Scores},
+    routing::Routing,
 };
 use crate::{
     decoder::Role,
@@ -73,10 +73,9 @@ impl Experts {
 
     /// Selects experts for all tokens, `[1, n, hidden]`.
     fn route(&self, x: &Tensor<3>) -> Routed {
-        let logits = match self.routing.scores {
-            Scores::Softmax => self.router.forward(x.clone()),
-            // As in training code, which computes these logits in f32 whatever the model's type.
-            Scores::Sigmoid | Scores::SqrtSoftplus => self.router.weight.project_in_f32(x.clone()),
+        let logits = match self.routing.f32_logits {
+            true => self.router.weight.project_in_f32(x.clone()),
+            false => self.router.forward(x.clone()),
         };
         let logits = logits.reshape([x.dims()[1], self.experts.len()]);
         let bias = self.router_bias.as_ref().map(Param::val);

@@ -17,6 +17,9 @@ pub struct Routing {
     pub scale: f64,
     /// The groups that limit the selection; `None` if all experts compete.
     pub groups: Option<ExpertGroups>,
+    /// True if the logits are computed in f32 whatever the type of the model, as DeepSeek's code
+    /// does.
+    pub f32_logits: bool,
 }
 
 /// The function from the logits of a router to the scores of experts.
@@ -33,7 +36,7 @@ pub enum Scores {
 /// Groups of experts. A token first selects groups, then experts in them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// Groups of consecutive experts, as many in each.
+    /// Number of groups, each of equally many consecutive experts.
     pub n_groups: usize,
     /// The number of groups with the highest scores whose experts compete.
     pub selected: usize,
@@ -47,7 +50,8 @@ const LEAST_SUM: f64 = 1e-20;
 impl Routing {
     /// Selects by the probabilities of all experts.
     pub const fn softmax(per_token: usize, normalized: bool) -> Self {
-        Self { per_token, scores: Scores::Softmax, normalized, scale: 1.0, groups: None }
+        let (scores, scale, groups) = (Scores::Softmax, 1.0, None);
+        Self { per_token, scores, normalized, scale, groups, f32_logits: false }
     }
 
     /// Selects experts. `bias`, `[n_experts]`, is added to the scores in the selection only.
@@ -137,6 +141,7 @@ mod tests {
                 normalized: true,
                 scale: 2.5,
                 groups: Some(groups),
+                f32_logits: true,
             };
             let Routed { picked, weights } = routing.route(logits.clone(), bias);
             let picked: Vec<i64> = picked.into_data().iter::<i64>().collect();

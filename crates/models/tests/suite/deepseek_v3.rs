@@ -181,17 +181,17 @@ fn wrong_configurations_name_field_value_and_rule() {
         (|c| c["topk_group"] = json!(3), &["topk_group = 3", "must be at most n_group 2"]),
         (|c| c["n_group"] = json!(3), &["n_group = 3", "must divide n_routed_experts 8"]),
         (|c| c["n_group"] = json!(0), &["n_group = 0", "must be between 1 and"]),
-        (|c| c["n_group"] = json!(8), &["num_experts_per_tok = 2", "1 experts of topk_group 1"]),
+        (|c| c["n_group"] = json!(8), &["num_experts_per_tok = 2", "at most 1, the experts in"]),
         (
             |c| {
                 c["n_group"] = json!(8);
                 c["topk_group"] = json!(4);
             },
-            &["n_group = 8", "must leave 2 of 8 experts to a group"],
+            &["n_group = 8", "must leave at least 2 of 8 experts per group"],
         ),
         (
             |c| c["num_experts_per_tok"] = json!(5),
-            &["num_experts_per_tok = 5", "4 experts of topk_group 1 groups", "raise topk_group"],
+            &["num_experts_per_tok = 5", "at most 4, the experts in", "raise topk_group"],
         ),
         (
             |c| c["num_experts_per_tok"] = json!(9),

@@ -37,9 +37,11 @@ pub(super) fn attend<'a>(
     [output, lse]: [&mut [f32]; 2],
 ) {
     let of_heads = lse.len() / rows;
-    // A decode step may have fewer heads than there are threads, and then divides their rows.
-    let parts = rayon::current_num_threads().div_ceil(of_heads);
-    let block = rows.min(rows.div_ceil(parts).clamp(FEWEST_ROWS, ROW_BLOCK));
+    // All heads of latent attention are one block, so several threads divide its rows.
+    let threads =
+        if slice(0).layout.shape().shares_values { rayon::current_num_threads() } else { 1 };
+    let shared = rows.div_ceil(threads.div_ceil(of_heads));
+    let block = rows.min(shared.clamp(FEWEST_ROWS, ROW_BLOCK));
     let head_dim = Sides { keys: query.len(), values: output.len() }.map(|n| n / of_heads / rows);
     output
         .par_chunks_mut(rows * head_dim.values)

@@ -115,11 +115,11 @@ pub(super) fn partial_attention<R: Float, Q: Float>(
             board.scores[board.unit] = score;
         }
         sync_cube();
-        add_rows(&rows, &board, &mut sums, own);
+        add_rows(&rows, &board, &mut sums, DOWN, own);
         first += TILE;
     }
     if lengths.tokens == 0 {
-        // Tells that the sequence takes no part: sums of weights are never below 0.
+        // Marks a sequence that takes no part: sums of weights are never below 0.
         #[unroll]
         for h in 0..HEADS {
             sums.weights[h] = f32::new(-1.0);
@@ -202,6 +202,47 @@ fn load_rows<R: Float>(
     }
 }
 
+/// The place of a code of a packed key.
+#[derive(CubeType)]
+struct CodeAddress {
+    /// First word of the codes of its group.
+    first: usize,
+    /// Distance of these words.
+    stride: usize,
+    /// Index in the group.
+    nth: usize,
+    /// Parameter of the group.
+    parameter: u32,
+}
+
+/// Returns the place of a channel of the key in a slot.
+#[cube]
+fn code_address(
+    keys: &[u32],
+    slice: usize,
+    slot: usize,
+    channel: usize,
+    side: &SideArgs,
+    #[comptime] head_dim: usize,
+    #[comptime] spec: QuantSpec,
+) -> CodeAddress {
+    let base = slice * side.slice_words;
+    let group_size = comptime!(spec.group_size);
+    if comptime!(spec.granularity == Granularity::PerToken) {
+        let group = channel / group_size;
+        let place = parameter_address(slot, group, side.packed_tokens, head_dim, spec);
+        let parameter = parameter_in(keys[base + place.word], place.shift, spec);
+        let first = base
+            + slot * comptime!(spec.words_of_codes(head_dim))
+            + group * comptime!(spec.code_words());
+        CodeAddress { first, stride: 1usize.runtime(), nth: channel % group_size, parameter }
+    } else {
+        let first = base + slot / group_size * block_words(head_dim, spec) + channel;
+        let parameter = keys[first + comptime!(spec.code_words() * head_dim)];
+        CodeAddress { first, stride: head_dim.runtime(), nth: slot % group_size, parameter }
+    }
+}
+
 /// Restores a channel of the packed key in a slot.
 #[cube]
 fn packed_key(
@@ -213,32 +254,14 @@ fn packed_key(
     #[comptime] head_dim: usize,
     #[comptime] spec: QuantSpec,
 ) -> f32 {
-    let base = slice * side.slice_words;
-    let group_size = comptime!(spec.group_size);
+    let CodeAddress { first, stride, nth, parameter } =
+        code_address(keys, slice, slot, channel, side, head_dim, spec);
     let codes = comptime!(spec.codes_per_word());
-    if comptime!(spec.granularity == Granularity::PerToken) {
-        let group = channel / group_size;
-        let place = parameter_address(slot, group, side.packed_tokens, head_dim, spec);
-        let parameter = parameter_in(keys[base + place.word], place.shift, spec);
-        let words = base
-            + slot * comptime!(spec.words_of_codes(head_dim))
-            + group * comptime!(spec.code_words());
-        let at = channel % group_size;
-        let run = at / codes;
-        let low = keys[words + low_word(run, spec)];
-        let high = high_bits(keys, words, 1usize, run, spec);
-        let code = code_in(low, high, at % codes, spec);
-        restore(code, scale(parameter, spec), offset(parameter, spec), spec)
-    } else {
-        let group = base + slot / group_size * block_words(head_dim, spec) + channel;
-        let parameter = keys[group + comptime!(spec.code_words() * head_dim)];
-        let at = slot % group_size;
-        let run = at / codes;
-        let low = keys[group + low_word(run, spec) * head_dim];
-        let high = high_bits(keys, group, head_dim, run, spec);
-        let code = code_in(low, high, at % codes, spec);
-        restore(code, scale(parameter, spec), offset(parameter, spec), spec)
-    }
+    let run = nth / codes;
+    let low = keys[first + low_word(run, spec) * stride];
+    let high = high_bits(keys, first, stride, run, spec);
+    let code = code_in(low, high, nth % codes, spec);
+    restore(code, scale(parameter, spec), offset(parameter, spec), spec)
 }
 
 /// Writes the sums of the unit's channels over the tokens of a split.
@@ -263,7 +286,7 @@ fn write_sums(
             for i in 0..own {
                 let channel = board.unit + i * UNITS;
                 if channel < value_dim {
-                    partials[at + channel] = sums.rows[h * own + i] * f32::new(DOWN);
+                    partials[at + channel] = sums.rows[h * own + i];
                 }
             }
             if board.unit == 0 {

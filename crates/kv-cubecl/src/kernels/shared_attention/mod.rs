@@ -1,10 +1,12 @@
 //! Attention over a cache whose values are the first channels of its keys, as in latent attention.
 //!
-//! All query heads share one row per token, so a cube reads each row once, for the scores and the
-//! sums of its query rows. The tokens are split over cubes; `decode_attention` merges the splits.
+//! A cube reads each row of its tokens once, for the scores and the sums of [`HEADS`] query rows.
+//! With more query rows, several cubes read the same tokens. The tokens are split over cubes, too;
+//! `decode_attention` merges the splits.
 //!
 //! **Supported**: up to 1024 channels; every format without a Hadamard transform; f32 and f16 float
-//! rows; sliding windows, soft caps, positions on the device.
+//! rows; sliding windows, soft caps, positions on the device. Chunks take this kernel, too, and so
+//! read the cache once for every [`HEADS`] query rows.
 
 mod kernel;
 #[cfg(all(test, feature = "cuda-source"))]
@@ -58,7 +60,7 @@ fn plan(problem: &DecodeProblem, properties: &DeviceProperties) -> Result<(Grid,
     let row_chunks = problem.rows.div_ceil(HEADS);
     let at_once = UNITS_PER_MULTIPROCESSOR * Hardware::of(properties).n_multiprocessors / UNITS;
     let wanted = at_once / (problem.layout.slices() * row_chunks);
-    let n_splits = wanted.clamp(1, problem.tokens.div_ceil(LEAST_TOKENS));
+    let n_splits = wanted.clamp(1, problem.tokens.div_ceil(LEAST_TOKENS).max(1));
     let grid = grid(problem, n_splits, row_chunks, UNITS, &Limits::of(properties))?;
     Ok((grid, n_splits))
 }

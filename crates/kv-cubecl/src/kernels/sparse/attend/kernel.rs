@@ -55,7 +55,7 @@ pub(crate) fn attend_rows<W: Float, R: Float>(
     while first < seen.end {
         load_rows::<W, R>(&inputs, first, &seen, &board, &mut rows, &args, bp);
         score_rows(&inputs.selected, first, &seen, &queries, &rows, &mut board, &args, bp);
-        add_rows(&rows, &board, &mut sums, own);
+        add_rows(&rows, &board, &mut sums, 1.0, own);
         first += TILE;
     }
     if comptime!(bp.partial) {
