@@ -75,7 +75,7 @@ pub use functions::{
 };
 pub use kv_device::DeviceMemory;
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};
-pub use memory::KvMemory;
+pub use memory::{KvMemory, SharedKv};
 pub use ops::{CacheState, KvCacheOps, Token, TokenPosition, TokenRope};
 pub use rope::RopeTable;
 pub use running::{RunningCounters, RunningScale};

@@ -32,6 +32,29 @@ pub enum KvMemory<'a> {
     At(&'a mut KvCache, &'a Tensor<1, Int>),
 }
 
+/// The keys and values of one pass that layers without a cache of their own attend to, too; see
+/// [`KvMemory::attend_and_share`].
+#[derive(Clone, Debug)]
+pub struct SharedKv {
+    /// `[batch, n_kv_heads, tokens, head_dim]`.
+    key: Tensor<4>,
+    value: Tensor<4>,
+    /// True if the cache does not hold the tokens yet.
+    postponed: bool,
+}
+
+impl SharedKv {
+    /// Describes one token per sequence that a step has appended to the cache.
+    pub fn appended(key: Tensor<4>, value: Tensor<4>) -> Self {
+        Self { key, value, postponed: false }
+    }
+
+    /// Returns the keys and values of the call.
+    pub fn key_value(&self) -> (&Tensor<4>, &Tensor<4>) {
+        (&self.key, &self.value)
+    }
+}
+
 impl KvMemory<'_> {
     /// [`Parallel`](Self::Parallel) with the defaults of its options.
     pub fn parallel(config: KvCacheConfig) -> Self {
@@ -127,6 +150,82 @@ impl KvMemory<'_> {
             Self::At(cache, position) => cache.attend_at(query, key, value, position)?,
         };
         with_sinks(attention, sink_logits)
+    }
+
+    /// [`attend_with_sinks`](Self::attend_with_sinks) for the layer that owns the cache, if other
+    /// layers attend to the same tokens with [`attend_shared`](Self::attend_shared). A chunk is not
+    /// appended to the cache before [`append_shared`](Self::append_shared), because each row of the
+    /// other layers' queries must see what the same row of this query sees.
+    ///
+    /// # Errors
+    /// Fails as [`attend_with_sinks`](Self::attend_with_sinks) does.
+    pub fn attend_and_share(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        sink_logits: Option<Tensor<1>>,
+    ) -> Result<(Attention, SharedKv)> {
+        let mut shared = SharedKv::appended(key.clone(), value.clone());
+        let attention = match self {
+            Self::Cached(cache) if key.dims()[2] > 1 => {
+                shared.postponed = true;
+                cache.peek(query, key, value)?
+            }
+            Self::Ragged(cache, tokens) if tokens.iter().any(|&n| n > 1) => {
+                shared.postponed = true;
+                cache.peek_ragged(query, key, value, tokens)?
+            }
+            other => {
+                return Ok((other.attend_with_sinks(query, key, value, sink_logits)?, shared));
+            }
+        };
+        Ok((with_sinks(attention, sink_logits)?, shared))
+    }
+
+    /// Attends to the tokens that another layer shared in the same pass. Each row sees what the row
+    /// of the owner's query saw. `self` is the owner's memory.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, n_heads, tokens, head_dim]`
+    /// - output: the shape of `query`
+    ///
+    /// # Errors
+    /// Fails as [`attend_with_sinks`](Self::attend_with_sinks) does.
+    pub fn attend_shared(
+        self,
+        query: Tensor<4>,
+        shared: &SharedKv,
+        sink_logits: Option<Tensor<1>>,
+    ) -> Result<Attention> {
+        let (key, value) = (shared.key.clone(), shared.value.clone());
+        let attention = match self {
+            Self::Parallel { .. } => {
+                return self.attend_with_sinks(query, key, value, sink_logits);
+            }
+            Self::Cached(cache) if shared.postponed => cache.peek(query, key, value)?,
+            Self::Cached(cache) => cache.attend_last(query)?,
+            Self::Ragged(cache, tokens) if shared.postponed => {
+                cache.peek_ragged(query, key, value, tokens)?
+            }
+            Self::Ragged(cache, tokens) => cache.attend_last_ragged(query, tokens)?,
+            Self::At(cache, position) => cache.attend_last_at(query, position)?,
+        };
+        with_sinks(attention, sink_logits)
+    }
+
+    /// Appends the tokens of a chunk that [`attend_and_share`](Self::attend_and_share) has not
+    /// appended. Call it once, after the last layer has attended.
+    ///
+    /// # Errors
+    /// Fails as [`KvCache::append`] and [`KvCache::append_ragged`] do.
+    pub fn append_shared(self, shared: SharedKv) -> Result<()> {
+        let SharedKv { key, value, postponed } = shared;
+        match self {
+            Self::Cached(cache) if postponed => cache.append(key, value),
+            Self::Ragged(cache, tokens) if postponed => cache.append_ragged(key, value, tokens),
+            _ => Ok(()),
+        }
     }
 
     /// Returns whether [`attend_with_rope`](Self::attend_with_rope) accepts one token here.

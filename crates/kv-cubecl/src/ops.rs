@@ -184,6 +184,21 @@ pub trait KvCacheOps: Backend {
         options: AttentionOptions,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// Attention of one query per sequence, `[batch, n_heads, 1, head_dim]`, over the tokens up to
+    /// and including its position, which the cache already holds; i32, `[1]` or `[batch]`. As in
+    /// [`step`](Self::step) with stored positions, launches do not depend on the length, a full
+    /// cache is read whole, and a sequence whose position is below 0 takes no part.
+    #[fusion(meta = |query, _state, _position, layout, _options| {
+        shapes::attention(query, layout.shape().head_dim.values)
+    })]
+    fn decode_attention_at(
+        query: FloatTensor<Self>,
+        #[extension_type] state: CacheState<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
     /// One decode step of a cache of `len` tokens, or of as many as the token's position says when
     /// the kernels run: query and key get rope applied if there is a table, then
     /// [`write`](Self::write) of one token, then [`decode_attention`](Self::decode_attention) of

@@ -195,6 +195,20 @@ impl<B: KvCacheOps, C: CheckpointStrategy> KvCacheOps for Autodiff<B, C> {
         (constant::<B, C>(output), constant::<B, C>(lse))
     }
 
+    /// Records no gradient, like [`decode_attention`](Self::decode_attention).
+    fn decode_attention_at(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let query = query.into_primitive();
+        let (output, lse) =
+            <B as KvCacheOps>::decode_attention_at(query, unwrap(state), position, layout, options);
+        (constant::<B, C>(output), constant::<B, C>(lse))
+    }
+
     /// Records no gradient, like [`write`](Self::write) and
     /// [`decode_attention`](Self::decode_attention).
     fn step(

@@ -8,6 +8,7 @@ mod ragged;
 mod resize;
 mod restored;
 mod restored_bytes;
+mod shared;
 mod slots;
 mod state;
 mod step;

@@ -103,7 +103,7 @@ impl KvCache {
         Ok(())
     }
 
-    fn check_ragged(
+    pub(super) fn check_ragged(
         &self,
         op: &'static str,
         [query, key, value]: [&Tensor<4>; 3],
@@ -158,12 +158,9 @@ impl KvCache {
             let [query, key, value] = [&query, &key, &value]
                 .map(|side| side.clone().narrow(0, sequence, 1).narrow(2, 0, n));
             let mut alone = self.alone(sequence, one);
-            let Attention { output, lse } = alone.attend_even(query, key, value, n);
+            let found = alone.attend_even(query, key, value, n);
             self.state.put(&self.layout, sequence, &alone.state);
-            let (this, rows) = (sequence..sequence + 1, 0..n);
-            let whole = [this.clone(), 0..heads, rows.clone(), 0..shape[3]];
-            attention.output = attention.output.slice_assign(whole, output);
-            attention.lse = attention.lse.slice_assign([this, 0..heads, rows], lse);
+            attention = attention.with_rows(sequence, heads, n, found);
         }
         self.count(tokens);
         attention
@@ -245,8 +242,24 @@ impl Attention {
         }
     }
 
+    /// Returns `m` skipped rows for each sequence and head of `query`, with values of `width`.
+    pub(super) fn skipped(m: usize, width: usize, query: &Tensor<4>) -> Self {
+        let [batch, heads, _, _] = query.dims();
+        Self::of_steps(vec![], [batch, heads, m, width], query)
+    }
+
+    /// Replaces the first `n` rows of a sequence by those that were `found`.
+    pub(super) fn with_rows(self, sequence: usize, heads: usize, n: usize, found: Self) -> Self {
+        let (this, rows, width) = (sequence..sequence + 1, 0..n, found.output.dims()[3]);
+        let whole = [this.clone(), 0..heads, rows.clone(), 0..width];
+        Self {
+            output: self.output.slice_assign(whole, found.output),
+            lse: self.lse.slice_assign([this, 0..heads, rows], found.lse),
+        }
+    }
+
     /// Pads the result with skipped rows, up to `m`.
-    fn padded(self, m: usize) -> Self {
+    pub(super) fn padded(self, m: usize) -> Self {
         let [batch, heads, rows, width] = self.output.dims();
         if rows == m {
             return self;

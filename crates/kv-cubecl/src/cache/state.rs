@@ -127,6 +127,21 @@ impl State {
         Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
     }
 
+    /// Calls [`KvCacheOps::decode_attention_at`].
+    pub(super) fn decode_at(
+        &self,
+        query: Tensor<4>,
+        position: Tensor<1, Int>,
+        layout: CacheLayout,
+        options: AttentionOptions,
+    ) -> Attention {
+        let (query, state) = (query.into_dispatch(), self.clone().into_dispatch());
+        let position = position.into_dispatch();
+        let (output, lse) =
+            <Dispatch as KvCacheOps>::decode_attention_at(query, state, position, layout, options);
+        Attention { output: Tensor::from_dispatch(output), lse: Tensor::from_dispatch(lse) }
+    }
+
     /// Calls [`KvCacheOps::step`], in place, and returns the output.
     pub(super) fn step(
         &mut self,

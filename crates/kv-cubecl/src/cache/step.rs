@@ -104,16 +104,7 @@ impl KvCache {
         check_one_token(op, key, tokens)?;
         let device = query.device();
         if let Some(position) = &step.position {
-            let [positions] = position.dims();
-            let batch = self.layout.shape().batch;
-            if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
-                let (wanted, found) = (DType::I32, position.dtype());
-                let of_each = if batch > 1 { format!(" or [{batch}]") } else { String::new() };
-                let rule = format!("must be [1]{of_each} of {wanted:?}, not of {found:?}");
-                let (tensor, shape) = ("position", position.dims().to_vec());
-                return Err(Error::Shape { op, tensor, shape, rule });
-            }
-            check_device(op, "position", &position.device(), &device)?;
+            self.check_position(op, position)?;
         }
         if let Some(rope) = step.rope {
             self.check_rope(op, rope)?;
@@ -121,6 +112,19 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), self.capacity(), &device)?;
         self.stepped = true;
         Ok(self.take_step(qkv, step))
+    }
+
+    pub(super) fn check_position(&self, op: &'static str, position: &Tensor<1, Int>) -> Result<()> {
+        let [positions] = position.dims();
+        let batch = self.layout.shape().batch;
+        if ![1, batch].contains(&positions) || position.dtype() != DType::I32 {
+            let (wanted, found) = (DType::I32, position.dtype());
+            let of_each = if batch > 1 { format!(" or [{batch}]") } else { String::new() };
+            let rule = format!("must be [1]{of_each} of {wanted:?}, not of {found:?}");
+            let (tensor, shape) = ("position", position.dims().to_vec());
+            return Err(Error::Shape { op, tensor, shape, rule });
+        }
+        check_device(op, "position", &position.device(), &self.device())
     }
 
     /// Makes a step without counting its token.

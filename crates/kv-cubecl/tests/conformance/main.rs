@@ -38,6 +38,7 @@ mod ragged;
 mod resize;
 mod rope;
 mod running;
+mod shared;
 mod shared_values;
 mod slots;
 mod small;

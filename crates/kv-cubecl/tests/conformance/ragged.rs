@@ -27,7 +27,7 @@ const NAMES: [&str; 8] = [
 ];
 
 /// Tokens of each sequence, round by round: none, a token, some, long chunks, all the same.
-const ROUNDS: [[usize; 4]; 9] = [
+pub(crate) const ROUNDS: [[usize; 4]; 9] = [
     [3, 0, 12, 1],
     [1, 1, 0, 1],
     [0, 9, 1, 30],
@@ -40,7 +40,7 @@ const ROUNDS: [[usize; 4]; 9] = [
 ];
 
 /// The tokens from `starts` on, `tokens` of each text, padded with NaN to one length.
-fn padded(texts: &[Setup], starts: &[usize], tokens: &[usize]) -> Setup {
+pub(crate) fn padded(texts: &[Setup], starts: &[usize], tokens: &[usize]) -> Setup {
     let m = tokens.iter().copied().max().unwrap_or(0).max(1);
     let parts = texts.iter().zip(starts).zip(tokens).map(|((text, &start), &n)| {
         let part = text.tokens(start..start + n);
@@ -56,7 +56,7 @@ fn padded(texts: &[Setup], starts: &[usize], tokens: &[usize]) -> Setup {
 
 /// Checks that row `row` of every head of a sequence takes no part from `n` on, and returns the
 /// others.
-fn rows_of(attention: &Attention, sequence: usize, n: usize) -> Host {
+pub(crate) fn rows_of(attention: &Attention, sequence: usize, n: usize) -> Host {
     let output = Host::of(attention.output.clone().narrow(0, sequence, 1));
     let rest = output.tokens(n..output.shape[2]);
     assert!(rest.data.iter().all(|&x| x == 0.0), "padding of sequence {sequence}: {rest:?}");

@@ -139,6 +139,20 @@ impl KvCacheOps for CubeBackend {
         cache::decode_attention(query, &state, layout, len, tokens, options, StepTensors::default())
     }
 
+    fn decode_attention_at(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (state, position) = (cache::contiguous(state), into_contiguous(position));
+        let step = StepTensors { position: Some(&position), rope: None };
+        // Planned for a full cache, as in `step`.
+        let tokens = layout.config().capacity;
+        cache::decode_attention(query, &state, layout, tokens, tokens, options, step)
+    }
+
     fn step(
         state: CacheState<Self>,
         token: Token<Self>,

@@ -163,6 +163,26 @@ impl KvCacheOps for Flex {
         attention(output, lse, shape, layout.shape().head_dim.values, dtype)
     }
 
+    fn decode_attention_at(
+        query: FloatTensor<Self>,
+        state: CacheState<Self>,
+        position: IntTensor<Self>,
+        layout: CacheLayout,
+        options: AttentionOptions,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let dtype = query.dtype();
+        let (state, position) = (contiguous_state(state), contiguous(position));
+        let query = stored(floats(query), Side::Keys, &layout);
+        let positions: &[i32] = position.storage();
+        let (slices, capacity) = (layout.slices() / positions.len(), layout.config().capacity);
+        let sequence = |(i, &position): (usize, &i32)| {
+            let tokens = usize::try_from(position).map_or(0, |position| position + 1);
+            (i * slices..(i + 1) * slices, tokens.min(capacity))
+        };
+        let sequences: Vec<_> = positions.iter().enumerate().map(sequence).collect();
+        attend_each(query, &state, &sequences, &layout, options, dtype)
+    }
+
     fn step(
         mut state: CacheState<Self>,
         token: Token<Self>,
@@ -171,7 +191,7 @@ impl KvCacheOps for Flex {
         options: AttentionOptions,
     ) -> (CacheState<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let Token { query, key, value, position, rope } = token;
-        let (capacity, shape, dtype) = (layout.config().capacity, dims(&query), query.dtype());
+        let (capacity, dtype) = (layout.config().capacity, query.dtype());
         let [query, key, value] = [query, key, value].map(floats);
         let position = position.into_option().map(contiguous);
         let counted = [len as i32];
@@ -199,20 +219,7 @@ impl KvCacheOps for Flex {
             }
             sequences.push((slices, len.min(capacity)));
         }
-        let value_dim = layout.shape().head_dim.values;
-        let attentions = decode::of_each(&sequences, |(slices, len), threads| {
-            if *len == 0 {
-                let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
-                return (vec![0.0; rows * value_dim], vec![f32::NEG_INFINITY; rows]);
-            }
-            let (layout, slices, len) = (&layout, slices.clone(), *len);
-            let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
-            attend.run(query.storage(), shape, &state)
-        });
-        let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
-        let mut output = outputs.concat();
-        undo_hadamard(&mut output, &layout);
-        let (output, lse) = attention(output, lses.concat(), shape, value_dim, dtype);
+        let (output, lse) = attend_each(query, &state, &sequences, &layout, options, dtype);
         (state, output, lse)
     }
 
@@ -273,6 +280,33 @@ impl KvCacheOps for Flex {
         let sides = [key, key_hat, value, value_hat];
         streaming_backward::backward(query, sides, output, lse, grad, spec, options)
     }
+}
+
+/// Attention of one query per sequence, in the form that the cache stores, over the first tokens of
+/// its slices.
+fn attend_each(
+    query: FlexTensor,
+    state: &CacheState<Flex>,
+    sequences: &[(core::ops::Range<usize>, usize)],
+    layout: &CacheLayout,
+    options: AttentionOptions,
+    dtype: DType,
+) -> (FlexTensor, FlexTensor) {
+    let shape: [usize; 4] = dims(&query);
+    let value_dim = layout.shape().head_dim.values;
+    let attentions = decode::of_each(sequences, |(slices, len), threads| {
+        if *len == 0 {
+            let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
+            return (vec![0.0; rows * value_dim], vec![f32::NEG_INFINITY; rows]);
+        }
+        let (slices, len) = (slices.clone(), *len);
+        let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
+        attend.run(query.storage(), shape, state)
+    });
+    let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();
+    let mut output = outputs.concat();
+    undo_hadamard(&mut output, layout);
+    attention(output, lses.concat(), shape, value_dim, dtype)
 }
 
 /// `tensor` in row-major order and alone in its buffer: `storage` returns the whole buffer, even
