@@ -5,7 +5,8 @@ use core::fmt;
 use burn::tensor::{DType, Tensor};
 use kv_cubecl::{Counters, KvCacheConfig, On, Sides, Target};
 use kv_models::{
-    AttentionTrace, LanguageModel, ModelCache, ModelCacheConfig, ids_to_tensor, spans::PHASE,
+    AttentionTrace, LanguageModel, LayerCache, ModelCache, ModelCacheConfig, ModelSpec,
+    ids_to_tensor, spans::PHASE,
 };
 use kv_report::Table;
 use serde::Serialize;
@@ -163,7 +164,7 @@ pub fn twin<T: Target>(
             break;
         }
     }
-    let layers = of_layers(&steps, &caches[1]);
+    let layers = of_layers(&steps, &caches[1], model.spec());
     Ok(Twin { cache: name, steps, stop, stopped, layers })
 }
 
@@ -216,15 +217,17 @@ fn relative(other: &[f32], float: &[f32]) -> f64 {
     if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
 }
 
-fn of_layers(steps: &[TwinStep], cache: &ModelCache) -> Vec<TwinLayer> {
+fn of_layers(steps: &[TwinStep], cache: &ModelCache, spec: &ModelSpec) -> Vec<TwinLayer> {
     // Recurrent layers show no attention.
-    let attending = cache.layers().iter().enumerate().filter(|(_, cache)| cache.delta().is_none());
-    let layers = attending.enumerate().map(|(nth, (layer, cache))| {
+    let attending = spec.layers.iter().enumerate().filter(|(_, layer)| layer.delta.is_none());
+    let layers = attending.enumerate().map(|(nth, (layer, spec))| {
+        // Counts of a shared cache belong to its owner.
+        let cache = spec.has_cache().then(|| cache.layer(layer)).and_then(LayerCache::kv);
         let errors = || steps.iter().map(|step| step.layers[nth]);
         let largest = errors().fold(0.0, f64::max);
-        let counters = cache.kv().map(|cache| cache.counters()).unwrap_or_default();
+        let counters = cache.map(|cache| cache.counters()).unwrap_or_default();
         let counters = counters.map(|side| side.map(SideCounters::from));
-        let restored = cache.kv().and_then(|cache| cache.restored_bytes());
+        let restored = cache.and_then(|cache| cache.restored_bytes());
         let restored = restored.map(|Sides { keys, values }| RestoredBytes { keys, values });
         TwinLayer {
             layer,

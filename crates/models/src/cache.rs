@@ -5,6 +5,8 @@ mod prompt;
 mod saved;
 mod slots;
 
+use std::sync::Arc;
+
 use burn::tensor::Device;
 use kv_cubecl::{MemoryBytes, RopeTable};
 
@@ -21,14 +23,17 @@ use crate::{
     spec::{LayerSpec, ModelSpec},
 };
 
-/// One [`LayerCache`] per layer; all of them hold the same tokens.
+/// One [`LayerCache`] for each layer that has one of its own; all of them hold the same tokens.
 ///
 /// Sequences of a batch may have different lengths.
 /// [`step_ragged`](crate::LanguageModel::step_ragged) appends a different number of tokens to each.
 /// [`remove`](Self::remove), [`admit`](Self::admit) and [`fork`](Self::fork) empty and fill slots.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
+    /// The caches of the layers that own one.
     pub(crate) layers: Vec<LayerCache>,
+    /// The index in `layers` of every layer of the model. Layers that share a cache have the same.
+    places: Arc<[usize]>,
     /// The rope tables of all positions below `room()`, with the [`Rope`] of each.
     rope_tables: Vec<(Rope, RopeTable)>,
     batch: usize,
@@ -39,7 +44,8 @@ pub struct ModelCache {
 /// Allocated bytes of a [`ModelCache`].
 #[derive(Clone, Debug)]
 pub struct ModelCacheBytes {
-    /// The bytes of each part of a layer's cache, one entry per layer.
+    /// The bytes of each part of a layer's cache, one entry per layer; 0 for a layer that shares
+    /// the cache of another.
     pub layers: Vec<MemoryBytes>,
 }
 
@@ -60,12 +66,12 @@ impl ModelCache {
         let new = |(i, layer): (usize, &LayerSpec)| {
             LayerPlan::new(layer, &config.layer(spec, i), batch).allocate(device)
         };
-        let layers = spec.layers.iter().enumerate().map(new).collect::<Result<Vec<_>>>()?;
+        let layers = spec.owners().map(new).collect::<Result<Vec<_>>>()?;
         let device = device.clone().without_autodiff();
         Ok(Self::of_layers(layers, config, spec, batch, &device))
     }
 
-    /// Joins the caches of all layers, made for `config`, with their rope tables.
+    /// Joins the caches of all layers that own one, made for `config`, with their rope tables.
     fn of_layers(
         layers: Vec<LayerCache>,
         config: &ModelCacheConfig,
@@ -77,7 +83,7 @@ impl ModelCache {
         let room = capacity.min(max_positions);
         let tabulate = |rope: &Rope| (rope.clone(), rope.table(0, room, room, device));
         let rope_tables = spec.ropes.iter().map(tabulate).collect();
-        Self { layers, rope_tables, batch, capacity, max_positions }
+        Self { layers, places: spec.cache_places(), rope_tables, batch, capacity, max_positions }
     }
 
     /// Returns the table of `rope` if it is on `device`. Returns `None` on a device with autodiff,
@@ -131,7 +137,7 @@ impl ModelCache {
     pub(crate) fn take(&mut self) -> Self {
         let (layers, rope_tables) =
             (std::mem::take(&mut self.layers), std::mem::take(&mut self.rope_tables));
-        Self { layers, rope_tables, ..*self }
+        Self { layers, rope_tables, places: self.places.clone(), ..*self }
     }
 
     /// Adds `tokens` to the host's length of every layer, after a step at a position on the
@@ -152,7 +158,36 @@ impl ModelCache {
 
     /// Returns the allocated bytes by layer and part.
     pub fn memory_bytes(&self) -> ModelCacheBytes {
-        ModelCacheBytes { layers: self.layers.iter().map(|layer| layer.memory_bytes()).collect() }
+        let bytes = |(layer, &place): (usize, &usize)| match self.is_owner(layer) {
+            true => self.layers[place].memory_bytes(),
+            false => MemoryBytes::default(),
+        };
+        ModelCacheBytes { layers: self.places.iter().enumerate().map(bytes).collect() }
+    }
+
+    /// Returns the bytes that a decode step reads of each sequence's `context` tokens, in all
+    /// layers. A cache is read once by each layer that shares it.
+    pub fn bytes_read(&self, context: usize) -> usize {
+        self.places.iter().map(|&place| self.layers[place].bytes_read(context)).sum()
+    }
+
+    /// Returns whether layer `index` has a cache of its own.
+    fn is_owner(&self, index: usize) -> bool {
+        !self.places[..index].contains(&self.places[index])
+    }
+
+    /// Returns the cache that layer `index` of the model attends to: its own, or that of the layer
+    /// it shares one with.
+    ///
+    /// # Panics
+    /// Panics when the model has no such layer.
+    pub fn layer(&self, index: usize) -> &LayerCache {
+        &self.layers[self.places[index]]
+    }
+
+    /// Computes [`layer`](Self::layer) for a write.
+    pub(crate) fn layer_mut(&mut self, index: usize) -> &mut LayerCache {
+        &mut self.layers[self.places[index]]
     }
 
     /// Starts counting the bytes of quantized keys and values that are converted back to floats, in
@@ -161,7 +196,7 @@ impl ModelCache {
         self.layers.iter_mut().for_each(LayerCache::count_restored);
     }
 
-    /// Returns the caches of the layers, first to last.
+    /// Returns the caches of the layers that own one, first to last.
     pub fn layers(&self) -> &[LayerCache] {
         &self.layers
     }

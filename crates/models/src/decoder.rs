@@ -57,6 +57,12 @@ pub trait Decoder: Any + Debug + Send + Sync {
         self.head_weight().project(states)
     }
 
+    /// Returns the bound of the logits, if the family has one: [`logits`](Self::logits) returns
+    /// `cap * tanh(x / cap)` of the products `x` with the head.
+    fn logit_softcap(&self) -> Option<f64> {
+        None
+    }
+
     /// Returns the weight of the head, `[vocab, hidden]`; the token embedding if the head is tied
     /// to it. Training computes its loss from a block of rows at a time.
     fn head_weight(&self) -> &Matrix;

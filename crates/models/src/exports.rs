@@ -22,6 +22,8 @@ pub struct Names {
     pub embedding: &'static str,
     /// The output projection, such as `lm_head.weight`.
     pub head: &'static str,
+    /// Further tables with a row for each token of the vocabulary, as `embedding`.
+    pub tables: &'static [&'static str],
     /// Other names in files: the end of the name, and the end that importers use instead.
     pub aliases: &'static [(&'static str, &'static str)],
     /// Returns whether a tensor may be left over because it follows from the configuration.
@@ -44,6 +46,7 @@ impl Names {
         layers: "",
         embedding: "",
         head: "",
+        tables: &[],
         aliases: &[],
         harmless: |_| false,
         text_prefix: None,

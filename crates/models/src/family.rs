@@ -42,6 +42,19 @@ impl ConfigJson<'_> {
         })
     }
 
+    /// Returns the text of the fields of the language model. A model with images has them in
+    /// `text_config`, and the tied head beside it.
+    pub(crate) fn text_fields(&self) -> Result<String> {
+        let mut fields = self.parse::<Map<String, Value>>()?;
+        let Some(Value::Object(mut text)) = fields.remove("text_config") else {
+            return Ok(self.text.into());
+        };
+        if let Some(tied) = fields.remove("tie_word_embeddings") {
+            text.entry("tie_word_embeddings").or_insert(tied);
+        }
+        Ok(Value::Object(text).to_string())
+    }
+
     /// Returns the fields of `config` and the names of its family, as `config.json` has them.
     ///
     /// # Errors

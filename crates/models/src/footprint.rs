@@ -283,8 +283,9 @@ impl Planned<'_> {
         advice
     }
 
-    /// Returns the bytes of the residual stream and its norm, of queries, keys, values and
-    /// attention, of the widest part of the MLP, and of the logits of each sequence's last token.
+    /// Returns the bytes of the residual stream and its norm, of inputs of layers, of queries, keys,
+    /// values and attention, of the widest part of the MLP, and of the logits of each sequence's
+    /// last token.
     fn activations(&self, usage: &Usage) -> usize {
         /// The CPU computes the MLP for this many tokens at a time.
         const ROWS: usize = 512;
@@ -294,9 +295,11 @@ impl Planned<'_> {
         }
         let layers = &self.spec.layers;
         // The convolution and the chunks of a recurrent layer take twice as much again.
-        let of = |layer: &LayerSpec| layer.qkv_rows() * if layer.has_cache() { 1 } else { 3 };
+        let of = |layer: &LayerSpec| layer.qkv_rows() * if layer.delta.is_none() { 1 } else { 3 };
         let qkv = layers.iter().map(of).max().unwrap_or(0);
-        let all = pass.saturating_mul(4 * self.spec.hidden_size + 2 * qkv);
+        // The table's rows, their projection and the sum of both.
+        let inputs = 3 * layers.len() * self.spec.per_layer_inputs;
+        let all = pass.saturating_mul(4 * self.spec.hidden_size + 2 * qkv + inputs);
         let mlp = pass.min(ROWS).saturating_mul(2 * self.weights.widest);
         let logits = 2 * usage.batch.saturating_mul(self.spec.vocab_size);
         size_of::<f32>().saturating_mul(all.saturating_add(mlp).saturating_add(logits))

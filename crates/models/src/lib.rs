@@ -1,7 +1,7 @@
 //! Language models for [Burn](https://burn.dev) that take the KV cache as a parameter.
 //!
 //! GPT-2, the Llama family (Llama, Mistral, SmolLM, Qwen2 and Qwen3, Phi-3 and Phi-4-mini),
-//! Qwen3-MoE, Mixtral, Qwen3.5, Gemma 3, gpt-oss and DeepSeek-V3 are read by [`load()`] from
+//! Qwen3-MoE, Mixtral, Qwen3.5, Gemma 3 and 4, gpt-oss and DeepSeek-V3 are read by [`load()`] from
 //! Hugging Face folders, PyTorch checkpoints and GGUF files, and written by [`save()`] as Hugging
 //! Face folders.
 //! A model is not converted for a quantized cache. Every pass names the format of its cache, for
@@ -45,6 +45,7 @@ pub mod files;
 mod float;
 mod footprint;
 pub mod gemma3;
+pub mod gemma4;
 pub mod generate;
 pub mod gguf;
 pub mod gpt2;
@@ -94,13 +95,13 @@ pub use load::{
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace, KvTrace, TraceKind};
 pub use operation_names::operation_names;
-pub use pass::{Pass, Ropes};
+pub use pass::{Pass, Ropes, SharedTokens};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};
 pub use spec::{AttentionKind, LayerSpec, ModelSpec, SharedEntries, SharedSelection, SparseLayer};
 pub use stack::{
     ChannelNorm, DecoderConfig, DecoderLayer, DecoderStack, FinalNorm, LayerContext, LayerSource,
-    LayerVisitor, SlidingConfig,
+    LayerVisitor, PerLayerInputs, SlidingConfig,
 };
 pub use tokenizer::Tokenizer;

@@ -1,14 +1,15 @@
 //! One forward pass through a model: [`Pass`] gives layers the keys and values of earlier tokens.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory, delta::DeltaMemory};
+use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory, SharedKv, delta::DeltaMemory};
 use tracing::{trace, trace_span};
 
 use crate::{
     cache::{LayerCache, LayerConfig, ModelCache},
     cache_config::ModelCacheConfig,
+    error::{Error, Result},
     nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows, SparsePlace},
     spans::{LAYER, OPERATION},
     spec::{LayerSpec, ModelSpec},
@@ -126,7 +127,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Returns the memory of layer `index`. The trace event marks the start of the layer.
+    /// Returns the memory of layer `index`: of a layer that shares a cache, the owner's. The trace
+    /// event marks the start of the layer.
     ///
     /// # Panics
     /// Panics when the model or the cache has no such layer.
@@ -148,13 +150,13 @@ impl Pass<'_> {
                     None => memory,
                 }
             }
-            Self::Cached(cache) => match &mut cache.layers[index] {
+            Self::Cached(cache) => match cache.layer_mut(index) {
                 LayerCache::Kv(cache) => KvMemory::Cached(cache).into(),
                 LayerCache::Sparse(cache) => SparsePlace::Cached(cache).into(),
                 LayerCache::Delta(state) => DeltaMemory::Cached(state).into(),
             },
             Self::Observed { cache, observer } => {
-                let (memory, options) = match &mut cache.layers[index] {
+                let (memory, options) = match cache.layer_mut(index) {
                     LayerCache::Kv(cache) => {
                         let options = cache.options();
                         (Memory::from(KvMemory::Cached(cache)), options)
@@ -168,17 +170,75 @@ impl Pass<'_> {
                 };
                 memory.shown_to(&mut **observer, index, options)
             }
-            Self::Ragged { cache, tokens } => match &mut cache.layers[index] {
+            Self::Ragged { cache, tokens } => match cache.layer_mut(index) {
                 LayerCache::Kv(cache) => KvMemory::Ragged(cache, tokens).into(),
                 LayerCache::Sparse(cache) => SparsePlace::Ragged(cache, tokens).into(),
                 LayerCache::Delta(state) => DeltaMemory::Ragged(state, tokens).into(),
             },
-            Self::At { cache, position, .. } => match &mut cache.layers[index] {
+            Self::At { cache, position, .. } => match cache.layer_mut(index) {
                 LayerCache::Kv(cache) => KvMemory::At(cache, position).into(),
                 LayerCache::Sparse(cache) => SparsePlace::At(cache, position).into(),
                 LayerCache::Delta(state) => DeltaMemory::At(state, position).into(),
             },
         }
+    }
+}
+
+/// The tokens of one pass in caches that several layers share, by the layer that owns the cache.
+#[derive(Debug, Default)]
+pub struct SharedTokens(BTreeMap<usize, Option<SharedKv>>);
+
+impl SharedTokens {
+    /// Returns the memory of layer `index`, as [`Pass::layer`] does, for a model in which layers
+    /// share caches. [`append`](Self::append) must follow the last layer.
+    ///
+    /// # Errors
+    /// Fails for a layer that shares the cache of a layer that has not attended in this pass.
+    pub fn layer<'a>(
+        &'a mut self,
+        pass: &'a mut Pass<'_>,
+        spec: &ModelSpec,
+        index: usize,
+    ) -> Result<Memory<'a>> {
+        let memory = pass.layer(index);
+        match spec.layers[index].shared {
+            None if spec.is_shared(index) => {
+                Ok(memory.sharing_with(self.0.entry(index).or_default()))
+            }
+            None => Ok(memory),
+            Some(owner) => match self.0.get(&owner) {
+                Some(Some(tokens)) => Ok(memory.sharing(tokens)),
+                _ => {
+                    let rule = "must be an earlier layer that has attended in the same pass";
+                    Err(Error::argument("owner of the shared cache", owner, rule))
+                }
+            },
+        }
+    }
+
+    /// Appends chunks of tokens to the shared caches. Until then, layers attend to caches without
+    /// them.
+    ///
+    /// # Errors
+    /// Fails as [`KvMemory::append_shared`] does.
+    pub fn append(self, pass: &mut Pass<'_>) -> Result<()> {
+        for (owner, tokens) in self.0 {
+            let Some(tokens) = tokens else { continue };
+            match pass {
+                Pass::Cached(cache) | Pass::Observed { cache, .. } => {
+                    if let LayerCache::Kv(cache) = cache.layer_mut(owner) {
+                        KvMemory::Cached(cache).append_shared(tokens)?;
+                    }
+                }
+                Pass::Ragged { cache, tokens: added } => {
+                    if let LayerCache::Kv(cache) = cache.layer_mut(owner) {
+                        KvMemory::Ragged(cache, added).append_shared(tokens)?;
+                    }
+                }
+                Pass::Parallel { .. } | Pass::At { .. } => {}
+            }
+        }
+        Ok(())
     }
 }
 

@@ -8,6 +8,7 @@ use crate::{
     error::{Error, Result},
     family::Family,
     gemma3::Gemma3,
+    gemma4::Gemma4,
     gguf::GgufNames,
     gpt_oss::GptOss,
     gpt2::Gpt2,
@@ -27,6 +28,7 @@ static BUILT_IN: &[&dyn Family] = &[
     Qwen3Moe::FAMILY,
     Mixtral::FAMILY,
     Qwen35::FAMILY,
+    Gemma4::FAMILY,
 ];
 static REGISTERED: RwLock<Vec<&'static dyn Family>> = RwLock::new(Vec::new());
 

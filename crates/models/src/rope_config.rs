@@ -70,6 +70,18 @@ impl RopeFields {
         }
     }
 
+    /// Returns the [scaling](Self::scaling) of a head in which some pairs may have no frequency,
+    /// which the rope type `proportional` describes.
+    pub(crate) fn scaling_of_head(&self, path: &Path, max_positions: usize) -> Result<RopeScaling> {
+        match self.rope_type.as_deref() {
+            Some("proportional") => Ok(RopeScaling::Proportional {
+                share: self.partial_rotary_factor.unwrap_or(1.0),
+                factor: self.factor.unwrap_or(1.0),
+            }),
+            _ => self.scaling(path, max_positions, None),
+        }
+    }
+
     fn yarn(&self, factor: f64, original: f64) -> Result<RopeScaling> {
         let gain = |scale: f64| yarn_gain(factor, scale);
         let attention_factor =
@@ -150,6 +162,13 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             let original = ("original_max_position_embeddings", original_max_positions);
             all_positive(path, &[("factor", factor), low, high, original])?;
             above(path, high, low)
+        }
+        &RopeScaling::Proportional { share, factor } => {
+            if !(0.0..=1.0).contains(&share) {
+                let field = "rope_scaling.partial_rotary_factor";
+                return Err(Error::config(path, field, share, "must be from 0 to 1"));
+            }
+            positive(path, "rope_scaling.factor", factor)
         }
         RopeScaling::LongRope {
             short_factors,
@@ -235,6 +254,11 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
     match scaling {
         RopeScaling::Default => Value::Null,
         RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Proportional { share, factor } => json!({
+            "rope_type": "proportional",
+            "partial_rotary_factor": share,
+            "factor": factor,
+        }),
         RopeScaling::Llama3 {
             factor,
             low_freq_factor,

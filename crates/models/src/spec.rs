@@ -1,5 +1,7 @@
 //! The sizes of a model, layer by layer: caches, evaluation and training are built from them.
 
+mod shared;
+
 use burn::tensor::Tensor;
 use kv_cubecl::{
     AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
@@ -40,6 +42,9 @@ pub struct LayerSpec {
     /// never computed: the cache stores one row per token, whose first channels are the value.
     /// `None` for other layers.
     pub latent: Option<Sides<usize>>,
+    /// The earlier layer whose keys and values this layer attends to, in place of a cache of its
+    /// own; `None` for a layer with keys and values.
+    pub shared: Option<usize>,
 }
 
 /// The attention of a layer, in a model that has layers of both kinds.
@@ -118,6 +123,7 @@ impl LayerSpec {
             sparse: None,
             delta: None,
             latent: None,
+            shared: None,
         }
     }
 
@@ -177,9 +183,16 @@ impl LayerSpec {
         Self { delta: Some(delta), ..layer }
     }
 
-    /// Returns whether the layer has a cache, which a policy describes.
+    /// Returns the same layer without keys and values, which attends to those of layer `owner`.
+    /// [`ModelSpec::check_shared`] has the rules.
+    #[must_use]
+    pub fn sharing_cache_of(self, owner: usize) -> Self {
+        Self { shared: Some(owner), ..self }
+    }
+
+    /// Returns whether the layer has a cache of its own, which a policy describes.
     pub const fn has_cache(&self) -> bool {
-        self.delta.is_none()
+        self.delta.is_none() && self.shared.is_none()
     }
 
     /// Returns the state of a recurrent layer for the capacity of `config`; `None` for a layer with
@@ -217,10 +230,13 @@ impl LayerSpec {
     }
 
     /// Returns the rows of a fused QKV projection: query heads, key heads, value heads; in a
-    /// recurrent layer also the gates of the output.
+    /// recurrent layer also the gates of the output. A layer that shares a cache has queries only.
     pub fn qkv_rows(&self) -> usize {
         if let Some(delta) = self.delta {
             return delta.conv_channels() + delta.value_channels();
+        }
+        if self.shared.is_some() {
+            return self.n_heads * self.head_dim.keys;
         }
         (self.n_heads + self.n_kv_heads) * self.head_dim.keys
             + self.n_kv_heads * self.head_dim.values
@@ -255,13 +271,6 @@ impl LayerSpec {
         memory: Memory<'_>,
     ) -> Result<Tensor<3>> {
         let Self { n_heads, n_kv_heads, head_dim, .. } = *self;
-        let [batch, seq, _] = qkv.dims();
-
-        // [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
-        let heads = |part: Tensor<3>, heads, head_dim| match seq {
-            1 => part.reshape([batch, heads, 1, head_dim]),
-            _ => part.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2),
-        };
         let n_qk = n_heads + n_kv_heads;
         let (qk, v) = if head_dim.keys == head_dim.values {
             // These are views of the projection; slices of its rows, as below, are copies.
@@ -277,12 +286,23 @@ impl LayerSpec {
             Some(norms) => norms.forward(qk, n_heads),
             None => qk,
         };
+        self.attend_heads(qk, copied_on_cpu(v), rope, memory)
+    }
+
+    /// Applies rope to the heads of queries and keys, attends, and joins the heads again.
+    pub(crate) fn attend_heads(
+        &self,
+        qk: Tensor<4>,
+        v: Tensor<4>,
+        rope: Option<&RopeRows>,
+        memory: Memory<'_>,
+    ) -> Result<Tensor<3>> {
+        let Self { n_heads, n_kv_heads, .. } = *self;
         let rope_table = rope.and_then(|rope| memory.rope_table(rope, qk.dtype()));
         let qk = match rope {
             Some(rope) if rope_table.is_none() => rope.apply(qk),
             _ => qk,
         };
-        let v = copied_on_cpu(v);
         let q = qk.clone().narrow(1, 0, n_heads);
         let k = qk.narrow(1, n_heads, n_kv_heads);
 
@@ -291,8 +311,24 @@ impl LayerSpec {
             Some(rope_table) => memory.attend_with_rope(q, k, v, rope_table)?,
             None => memory.attend(q, k, v)?,
         };
-        Ok(out.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim.values]))
+        Ok(joined(out))
     }
+}
+
+/// Cuts the rows of a projection into heads: `[batch, seq, heads * head_dim]` to `[batch, heads,
+/// seq, head_dim]`.
+pub(crate) fn heads(rows: Tensor<3>, heads: usize, head_dim: usize) -> Tensor<4> {
+    let [batch, seq, _] = rows.dims();
+    match seq {
+        1 => rows.reshape([batch, heads, 1, head_dim]),
+        _ => rows.reshape([batch, seq, heads, head_dim]).swap_dims(1, 2),
+    }
+}
+
+/// Joins [`heads`] again.
+pub(crate) fn joined(heads: Tensor<4>) -> Tensor<3> {
+    let [batch, n_heads, seq, head_dim] = heads.dims();
+    heads.swap_dims(1, 2).reshape([batch, seq, n_heads * head_dim])
 }
 
 /// Copies the values of a prompt on the CPU, where attention copies them anyway. A view would keep
@@ -325,6 +361,8 @@ pub struct ModelSpec {
     pub layers: Vec<LayerSpec>,
     /// The ropes of queries and keys; each layer has one or none.
     pub ropes: Vec<Rope>,
+    /// Channels of a token's input to each layer beside the residual stream; 0 without such inputs.
+    pub per_layer_inputs: usize,
 }
 
 impl ModelSpec {
@@ -347,11 +385,11 @@ impl ModelSpec {
         max_positions: usize,
         layers: Vec<LayerSpec>,
     ) -> Self {
-        Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![] }
+        Self { vocab_size, hidden_size, max_positions, layers, ropes: vec![], per_layer_inputs: 0 }
     }
 
-    /// Returns the attention of layer `index`; `None` for a recurrent layer, and if all layers of
-    /// attention are of one kind.
+    /// Returns the attention of layer `index`; `None` for a layer without a cache of its own, and
+    /// if all layers with one are of one kind.
     ///
     /// # Panics
     /// Panics when the model has no such layer.
@@ -369,12 +407,16 @@ impl ModelSpec {
         })
     }
 
-    /// Describes a model of layer `index` only; `None` if the layer attends to entries of another.
+    /// Describes a model of layer `index` only; `None` if the layer attends to entries or to the
+    /// cache of another.
     ///
     /// # Panics
     /// Panics when the model has no such layer.
     pub fn only(&self, index: usize) -> Option<Self> {
         let mut layer = self.layers[index];
+        if layer.shared.is_some() {
+            return None;
+        }
         if let Some(sparse) = &mut layer.sparse {
             let entries = sparse.entries.as_mut().map(|entries| &mut entries.owner);
             let selection = sparse.selection.as_mut().map(|selection| &mut selection.owner);
@@ -393,6 +435,12 @@ impl ModelSpec {
     pub fn with_rope(self, rope: Rope) -> Self {
         let layers = self.layers.iter().map(|layer| layer.with_rope(Some(0))).collect();
         Self { ropes: vec![rope], layers, ..self }
+    }
+
+    /// Returns the same model whose layers get inputs of this many channels per token.
+    #[must_use]
+    pub fn with_per_layer_inputs(self, per_layer_inputs: usize) -> Self {
+        Self { per_layer_inputs, ..self }
     }
 
     /// Returns the same model with the ropes that its layers refer to.

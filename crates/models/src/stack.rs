@@ -3,6 +3,7 @@
 mod names;
 mod norm;
 mod parts;
+mod per_layer;
 mod sliding;
 
 use std::{fmt::Debug, marker::PhantomData, path::Path};
@@ -17,6 +18,7 @@ pub(crate) use self::sliding::Defaults;
 pub use self::{
     norm::{ChannelNorm, FinalNorm},
     parts::{LayerSource, LayerVisitor},
+    per_layer::PerLayerInputs,
     sliding::SlidingConfig,
 };
 use crate::{
@@ -26,8 +28,8 @@ use crate::{
     family::{ConfigJson, Family, JsonFields, no_gguf},
     gguf::{GgufNames, Metadata},
     model::LanguageModel,
-    nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, SparseStates, init},
-    pass::Pass,
+    nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, SparseStates, init, soft_capped},
+    pass::{Pass, SharedTokens},
     spec::{LayerSpec, ModelSpec},
 };
 
@@ -84,6 +86,11 @@ pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
         vec![]
     }
 
+    /// Returns the bound of the logits, if the family has one; see [`Decoder::logit_softcap`].
+    fn logit_softcap(&self) -> Option<f64> {
+        None
+    }
+
     /// Returns the fields of `config.json`; `path` is for messages.
     ///
     /// # Errors
@@ -106,6 +113,9 @@ pub struct LayerContext<'a> {
     pub memory: Memory<'a>,
     /// The entries and selections of earlier layers with sparse attention.
     pub sparse: &'a mut SparseStates,
+    /// The layer's input beside the hidden states, `[batch, seq, width]`, if the model has
+    /// [`PerLayerInputs`].
+    pub per_layer: Option<Tensor<3>>,
 }
 
 impl LayerContext<'_> {
@@ -227,6 +237,8 @@ pub struct DecoderStack<L: DecoderLayer> {
     pub embedding: Embedding,
     /// Position embeddings, `[max_positions, hidden]`, if the family learns its positions.
     pub positions: Option<Embedding>,
+    /// Inputs of each layer beside the residual stream, if the family has them.
+    pub per_layer: Option<PerLayerInputs>,
     /// The layers, first to last.
     pub layers: Vec<L>,
     /// The final norm.
@@ -250,8 +262,8 @@ fn layer_prefix<L: DecoderLayer>(i: usize) -> String {
 }
 
 impl<L: DecoderLayer> DecoderStack<L> {
-    /// Builds a model from the parts that all families have; [`positions`](Self::positions) stay
-    /// empty.
+    /// Builds a model from the parts that all families have; [`positions`](Self::positions) and
+    /// [`per_layer`](Self::per_layer) stay empty.
     pub fn new(
         config: L::Config,
         embedding: Embedding,
@@ -259,7 +271,8 @@ impl<L: DecoderLayer> DecoderStack<L> {
         norm: L::Norm,
         head: Option<Linear>,
     ) -> Self {
-        Self { embedding, positions: None, layers, norm, head, spec: config.spec(), config }
+        let (spec, positions, per_layer) = (config.spec(), None, None);
+        Self { embedding, positions, per_layer, layers, norm, head, spec, config }
     }
 
     /// Returns the configuration that the model was built from.
@@ -284,12 +297,14 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let positions = L::POSITIONS.map(|name| weights.embedding(name, spec.max_positions, width));
         let positions = positions.transpose()?;
         let epsilon = config.norm_epsilon();
+        let per_layer = PerLayerInputs::import(&spec, epsilon, weights)?;
         let mut outside = LayerSource::checkpoint(weights, String::new(), epsilon);
         let norm = L::final_norm(&config, width, &mut outside)?;
         let head = weights.head(config.tied_head(), vocab_size, width)?;
         let model = |spec, layers| Self {
             embedding: embedding.clone(),
             positions: positions.clone(),
+            per_layer: per_layer.clone(),
             layers,
             norm: norm.clone(),
             head: head.clone(),
@@ -323,6 +338,7 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let positions = L::POSITIONS.map(|_| table(spec.max_positions));
         let n_layers = spec.layers.len();
         let mut source = LayerSource::random(device, config.norm_epsilon(), n_layers);
+        let per_layer = PerLayerInputs::random(&spec, &mut source)?;
         let layer = |index| {
             source.index = index;
             L::build(&config, &mut source)
@@ -331,7 +347,7 @@ impl<L: DecoderLayer> DecoderStack<L> {
         let norm = L::final_norm(&config, width, &mut source)?;
         let head =
             (!config.tied_head()).then(|| init::linear([vocab_size, width], 1.0, false, device));
-        Ok(Self { embedding, positions, layers, norm, head, spec, config })
+        Ok(Self { embedding, positions, per_layer, layers, norm, head, spec, config })
     }
 
     /// The family, for [`register`](crate::register).
@@ -366,18 +382,27 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
             x = x + positions;
         }
         let ropes = ropes.to_dtype(x.dtype()); // once for all layers
-        let (ids, mut sparse) = (&ids, SparseStates::default());
+        let per_layer = self.per_layer.as_ref().map(|it| (it, it.forward(ids.clone(), x.clone())));
+        let (ids, mut sparse, mut shared) =
+            (&ids, SparseStates::default(), SharedTokens::default());
         let mut x = L::widen(&self.config, x);
         for (index, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
-            let (rope, memory) = (ropes.of(spec), pass.layer(index));
-            let sparse = &mut sparse;
-            x = layer.forward(x, LayerContext { rope, index, ids, spec, memory, sparse })?;
+            let memory = shared.layer(&mut pass, &self.spec, index)?;
+            let (rope, sparse) = (ropes.of(spec), &mut sparse);
+            let per_layer = per_layer.as_ref().map(|(it, inputs)| it.of_layer(inputs, index));
+            let context = LayerContext { rope, index, ids, spec, memory, sparse, per_layer };
+            x = layer.forward(x, context)?;
         }
+        shared.append(&mut pass)?;
         Ok(x)
     }
 
     fn logits(&self, states: Tensor<3>) -> Tensor<3> {
-        self.norm.project(states, self.head_weight())
+        soft_capped(self.norm.project(states, self.head_weight()), self.logit_softcap())
+    }
+
+    fn logit_softcap(&self) -> Option<f64> {
+        self.config.logit_softcap()
     }
 
     fn head_weight(&self) -> &Matrix {
@@ -390,11 +415,16 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         roles.add(Role::FinalNorm, &self.norm);
         roles.add(Role::Head, &self.head);
         let mut visitor = LayerVisitor::roles(roles);
-        self.layers.iter().for_each(|layer| layer.visit_parts(&self.config, &mut visitor));
+        self.per_layer.iter().for_each(|inputs| inputs.visit(&mut visitor));
+        for (i, layer) in self.layers.iter().enumerate() {
+            visitor.index = i;
+            layer.visit_parts(&self.config, &mut visitor);
+        }
     }
 
     fn projections(&mut self) -> Vec<&mut Linear> {
-        self.layers.iter_mut().flat_map(DecoderLayer::projections).collect()
+        let inputs = self.per_layer.iter_mut().map(|inputs| &mut inputs.projection);
+        inputs.chain(self.layers.iter_mut().flat_map(DecoderLayer::projections)).collect()
     }
 
     fn captures(&self) -> bool {
@@ -412,13 +442,18 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         if let (Some(name), Some(positions)) = (L::POSITIONS, &self.positions) {
             exports.floats(name, &positions.weight, None);
         }
+        if let Some(inputs) = &self.per_layer {
+            inputs.visit(&mut LayerVisitor::exports(&mut exports, String::new()));
+        }
         self.norm.export(L::NORM, &mut exports);
         if let Some(head) = &self.head {
             exports.linear(&[(module(names.head).into(), self.spec.vocab_size)], head);
         }
         for (i, layer) in self.layers.iter().enumerate() {
             let prefix = layer_prefix::<L>(i);
-            layer.visit_parts(&self.config, &mut LayerVisitor::exports(&mut exports, prefix));
+            let mut visitor = LayerVisitor::exports(&mut exports, prefix);
+            visitor.index = i;
+            layer.visit_parts(&self.config, &mut visitor);
         }
         exports
     }

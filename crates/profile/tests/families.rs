@@ -79,7 +79,7 @@ fn layers_of_all_families_are_named() {
         let at = folder.display();
         for layer in 0..model.n_layers() {
             // A layer of one of several kinds is a part of its own, as in `L3/attention.qkv`.
-            let [input, mixes] = match model.spec().layers[layer].has_cache() {
+            let [input, mixes] = match model.spec().layers[layer].delta.is_none() {
                 true => ["qkv", "attend"],
                 false => ["mixed", "delta"],
             };

@@ -22,6 +22,8 @@ pub(crate) struct Head {
     pub(crate) hidden: Tensor<2>,
     /// `[vocab, hidden]`.
     pub(crate) weight: Matrix,
+    /// The bound of the logits; see [`kv_models::Decoder::logit_softcap`].
+    pub(crate) softcap: Option<f64>,
 }
 
 /// Sums over rows, in nats.
@@ -84,6 +86,10 @@ pub(crate) fn gradients(
             Some(teacher) if kl != 0.0 => d_logits - teacher.mul_scalar(kl),
             _ => d_logits,
         };
+        let d_logits = match block.slope {
+            Some(slope) => d_logits * slope,
+            None => d_logits,
+        };
         let d_logits = d_logits.mul_scalar(factor);
         let weight = train_weight.then(|| d_logits.clone().transpose().matmul(block.hidden));
         let hidden = student.weight.back_project(d_logits.unsqueeze_dim(0)).squeeze_dim(0);
@@ -107,6 +113,8 @@ struct Block {
     hidden: Tensor<2>,
     targets: Tensor<1, Int>,
     log_p: Tensor<2>,
+    /// The derivative of bounded logits by the products with the head.
+    slope: Option<Tensor<2>>,
     teacher_p: Option<Tensor<2>>,
     sums: Sums,
 }
@@ -124,13 +132,13 @@ fn over_blocks<R: Send>(
         let len = ROWS.min(rows - start);
         let hidden = student.hidden.clone().narrow(0, start, len);
         let targets = targets.clone().narrow(0, start, len);
-        let log_p = log_probabilities(hidden.clone(), &student.weight);
+        let (log_p, slope) = log_probabilities(hidden.clone(), student);
         let picked = log_p.clone().gather(1, targets.clone().unsqueeze_dim(1));
         let nll = -picked.sum().into_scalar::<f64>();
         let (mut kl, mut teacher_p) = (0.0, None);
         if let Some(teacher) = teacher {
             let hidden = teacher.hidden.clone().narrow(0, start, len);
-            let teacher_log_p = log_probabilities(hidden, &teacher.weight);
+            let (teacher_log_p, _) = log_probabilities(hidden, teacher);
             let p = teacher_log_p.clone().exp();
             kl = (p.clone() * (teacher_log_p - log_p.clone())).sum().into_scalar::<f64>();
             teacher_p = Some(p);
@@ -139,6 +147,7 @@ fn over_blocks<R: Send>(
             hidden,
             targets,
             log_p,
+            slope,
             teacher_p,
             sums: Sums { nll, kl, index: 0.0, rows: len },
         })
@@ -151,9 +160,13 @@ fn over_blocks<R: Send>(
     }
 }
 
-fn log_probabilities(hidden: Tensor<2>, weight: &Matrix) -> Tensor<2> {
-    let logits = weight.project(hidden.unsqueeze_dim::<3>(0)).squeeze_dim::<2>(0);
-    log_softmax(logits, 1)
+/// Returns log-probabilities, and the derivative of the logits if they are bounded.
+fn log_probabilities(hidden: Tensor<2>, head: &Head) -> (Tensor<2>, Option<Tensor<2>>) {
+    let logits = head.weight.project(hidden.unsqueeze_dim::<3>(0)).squeeze_dim::<2>(0);
+    let Some(cap) = head.softcap else { return (log_softmax(logits, 1), None) };
+    let bounded = logits.div_scalar(cap).tanh();
+    let slope = bounded.clone().square().neg().add_scalar(1.0);
+    (log_softmax(bounded.mul_scalar(cap), 1), Some(slope))
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -177,12 +190,14 @@ mod tests {
     ) -> (f64, f64, Tensor<2>, Tensor<2>) {
         let hidden = student.hidden.clone().autodiff().require_grad();
         let weight = student.weight.val().autodiff().require_grad();
-        let log_p = log_softmax(hidden.clone().matmul(weight.clone().transpose()), 1);
+        let log_p = |hidden: Tensor<2>, weight: Tensor<2>| {
+            let logits = hidden.matmul(weight.transpose());
+            log_softmax(kv_models::nn::soft_capped(logits, student.softcap), 1)
+        };
+        let teacher = log_p(teacher.hidden.clone(), teacher.weight.val()).autodiff();
+        let log_p = log_p(hidden.clone(), weight.clone());
         let picked = log_p.clone().gather(1, targets.clone().unsqueeze_dim(1).autodiff());
         let nll = picked.sum().neg();
-        let teacher =
-            log_softmax(teacher.hidden.clone().matmul(teacher.weight.val().transpose()), 1);
-        let teacher = teacher.autodiff();
         let kl = (teacher.clone().exp() * (teacher - log_p)).sum();
         let (ce, weight_kl) = objective.weights();
         let loss =
@@ -211,16 +226,19 @@ mod tests {
         let dense = |tensor| Matrix::from(Param::from_tensor(tensor));
         let random =
             |shape, std| Tensor::<2>::random(shape, Distribution::Normal(0.0, std), &device);
-        let head = || Head {
+        let head = |softcap| Head {
             hidden: random([rows, width], 1.0),
             weight: dense(random([vocab, width], 0.3)),
+            softcap,
         };
-        let (student, teacher) = (head(), head());
         let ids: Vec<i32> = (0..rows as i32).map(|row| row * 7 % vocab as i32).collect();
         let targets = Tensor::<1, Int>::from_data(TensorData::new(ids, [rows]), &device);
-        for objective in
-            [Objective::CrossEntropy, Objective::Distillation, Objective::Mixed { kl_weight: 0.3 }]
+        let objectives =
+            [Objective::CrossEntropy, Objective::Distillation, Objective::Mixed { kl_weight: 0.3 }];
+        for (softcap, objective) in
+            [None, Some(1.5)].into_iter().flat_map(|cap| objectives.map(|it| (cap, it)))
         {
+            let (student, teacher) = (head(softcap), head(softcap));
             let factor = 0.25;
             let (nll, kl, hidden, weight) =
                 composed(&student, &teacher, &targets, objective, factor);
@@ -233,6 +251,7 @@ mod tests {
             close("hidden", grads.hidden, hidden);
             close("weight", grads.weight.unwrap(), weight);
         }
+        let student = head(None);
         let same = losses(&student, Some(&student), &targets);
         assert!(same.kl.abs() < 1e-3, "a model does not diverge from itself: {}", same.kl);
     }

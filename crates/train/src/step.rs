@@ -74,6 +74,7 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
     Head {
         hidden: hidden.without_autodiff().reshape([batch * seq, width]),
         weight: model.decoder().head_weight().valid(),
+        softcap: model.decoder().logit_softcap(),
     }
 }
 

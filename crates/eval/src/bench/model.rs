@@ -131,7 +131,7 @@ pub fn time_decode<T: Target>(
                 graph_capture: subject.graph_capture,
                 context,
                 seconds,
-                bytes_read: cache.layers().iter().map(|c| c.bytes_read(context)).sum(),
+                bytes_read: cache.bytes_read(context),
             });
         }
     }

@@ -15,7 +15,13 @@ impl ModelCache {
         let layers = self.layers.iter().map(|layer| layer.select(sequences));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
         let rope_tables = self.rope_tables.clone();
-        Ok(Self { layers, rope_tables, batch: sequences.len(), ..*self })
+        Ok(Self {
+            layers,
+            rope_tables,
+            places: self.places.clone(),
+            batch: sequences.len(),
+            ..*self
+        })
     }
 
     /// Joins the sequences of several caches, in this order; see
@@ -32,7 +38,13 @@ impl ModelCache {
         let join = |i: usize| LayerCache::join(caches.iter().map(|cache| &cache.layers[i]));
         let layers = (0..first.layers.len()).map(join).collect::<Result<Vec<_>, _>>()?;
         let batch = caches.iter().map(|cache| cache.batch).sum();
-        Ok(Self { layers, rope_tables: first.rope_tables.clone(), batch, ..*first })
+        Ok(Self {
+            layers,
+            rope_tables: first.rope_tables.clone(),
+            places: first.places.clone(),
+            batch,
+            ..*first
+        })
     }
 
     /// Removes the tokens of one sequence and frees its slot; see

@@ -220,12 +220,13 @@ impl ModelCacheConfig {
 
     /// Returns the cache of layer `index` of `model`. The sliding window is the layer's own, or
     /// that of the rules if it is shorter. A layer with its own sliding window keeps no sinks,
-    /// because it was trained without its first tokens.
+    /// because it was trained without its first tokens. A layer that shares a cache has the cache
+    /// of its owner, whatever the rules say of the layer itself.
     ///
     /// # Panics
     /// Panics when the model has no such layer.
     pub fn layer(&self, model: &ModelSpec, index: usize) -> KvCacheConfig {
-        let layers = &model.layers;
+        let (layers, index) = (&model.layers, model.owner(index));
         let cache = self.ruled(Place::new(model, index));
         let cache = match layers[index].sliding_window {
             None => cache,

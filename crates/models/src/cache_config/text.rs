@@ -25,8 +25,9 @@ impl ModelCacheConfig {
             |layer, cache| layer.key_bias && cache.uses_hadamard_keys() && cache.keys.n_bits() <= 4;
         let note = |asked: Asked, rule| {
             let layers = spec.layers.iter().enumerate();
-            let asked =
-                |(i, layer): &(usize, &LayerSpec)| asked(layer, self.ruled(Place::new(spec, *i)));
+            let asked = |(i, layer): &(usize, &LayerSpec)| {
+                layer.has_cache() && asked(layer, self.ruled(Place::new(spec, *i)))
+            };
             let found: Vec<usize> = layers.filter(asked).map(|(i, _)| i).collect();
             let (n, all) = (found.len(), spec.layers.len());
             let layers = Layers::runs(found);
@@ -56,9 +57,11 @@ impl ModelCacheConfig {
         let n = spec.layers.len();
         let mut runs: Vec<(usize, usize, String)> = vec![];
         for layer in 0..n {
-            let cache = match spec.layers[layer].has_cache() {
-                true => self.ruled(Place::new(spec, layer)).to_string(),
-                false => "state".into(),
+            let LayerSpec { shared, delta, .. } = spec.layers[layer];
+            let cache = match (shared, delta) {
+                (Some(owner), _) => format!("shared with layer {owner}"),
+                (None, Some(_)) => "state".into(),
+                (None, None) => self.ruled(Place::new(spec, layer)).to_string(),
             };
             match runs.last_mut() {
                 Some((_, end, last)) if *last == cache => *end = layer + 1,

@@ -11,15 +11,17 @@ impl ModelCacheConfig {
     ///
     /// # Errors
     /// Fails for a rule without a layer or with a layer that the model does not have, for a rule of
-    /// recurrent layers only, which have no cache, for a start in layers that all have their own
+    /// layers without a cache of their own, for a start in layers that all have their own
     /// sliding window and so keep no sinks, and for a cache that does not fit the heads of a layer.
     pub fn validate(&self, model: impl AsRef<ModelSpec>) -> Result<()> {
         let spec = model.as_ref();
+        spec.check_shared()?;
         let n = spec.layers.len();
         for (i, rule) in self.rules.iter().enumerate() {
             self.check_rule(i, n)?;
             let lacking = if self.n_layers.is_none() && rule.lacks_caches(spec) {
-                "all of its layers are recurrent and have a state instead of a cache"
+                "none of its layers has a cache of its own: recurrent layers have a state, and \
+                 others share the cache of an earlier layer, which a rule must name"
             } else if matches!(rule.stores, Stores::Start(1..))
                 && rule.lacks_sinks(spec, self.n_layers)
             {
@@ -30,7 +32,7 @@ impl ModelCacheConfig {
             let (field, value) = (format!("rules[{i}]"), rule.to_string());
             return Err(Error::Rule { field, value, rule: lacking.into() });
         }
-        for (i, layer) in spec.layers.iter().enumerate() {
+        for (i, layer) in spec.owners() {
             let (own, stored) = (self.ruled(Place::new(spec, i)), self.layer(spec, i));
             if let Some(delta) = layer.delta_config(&stored) {
                 delta.validate()?;

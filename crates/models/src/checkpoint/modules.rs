@@ -34,6 +34,26 @@ impl Weights {
         }
     }
 
+    /// Removes the projections of keys and values, and their norms, of layers that share the cache
+    /// of another, and notes how many. Files may contain them, though nothing reads them.
+    pub(super) fn forget_shared(&mut self, names: &Names, spec: &ModelSpec) {
+        const UNUSED: [&str; 4] = ["k_proj.", "v_proj.", "k_norm.", "v_norm."];
+        let (all, start) = (self.tensors.len(), names.layers);
+        for (i, _) in spec.layers.iter().enumerate().filter(|(_, layer)| layer.shared.is_some()) {
+            let attention = format!("{start}{i}.self_attn.");
+            self.tensors.retain(|name, _| {
+                let part = name.strip_prefix(&attention);
+                !part.is_some_and(|part| UNUSED.iter().any(|unused| part.starts_with(unused)))
+            });
+        }
+        let unused = all - self.tensors.len();
+        if unused > 0 {
+            self.notes.push(format!(
+                "not read: {unused} tensors of keys and values in layers that share a cache"
+            ));
+        }
+    }
+
     /// Takes a projection whose rows are the rows of `parts` in order. Each part is the name of a
     /// module and a number of rows.
     ///

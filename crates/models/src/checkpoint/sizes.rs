@@ -44,12 +44,14 @@ impl Weights {
             if name == if has_head { names.head } else { names.embedding } {
                 sizes.head = (bytes, self.int4_head(entry));
             }
-            if name == names.embedding {
+            let other_table = names.tables.contains(&name.as_str());
+            if name == names.embedding || other_table {
                 // A tied head reads the whole embedding.
                 let row = bytes / shape.first().copied().unwrap_or(1).max(1);
-                sizes.looked_up = (if has_head { bytes } else { 0 }, row);
+                sizes.looked_up.0 += if has_head || other_table { bytes } else { 0 };
+                sizes.looked_up.1 += row;
             }
-            let of_vocabulary = name == names.head || name == names.embedding;
+            let of_vocabulary = name == names.head || name == names.embedding || other_table;
             if let [.., rows, columns] = shape[..]
                 && !of_vocabulary
             {

@@ -178,6 +178,7 @@ impl Weights {
             return Ok(());
         }
         self.named(names)?;
+        self.forget_shared(names, spec);
         if tied_head {
             self.forget_copy(names.head, names.embedding)?;
         }

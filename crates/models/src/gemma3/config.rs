@@ -121,7 +121,9 @@ impl DecoderConfig for Config {
     }
 
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
-        let shared = SlidingConfig::from_gguf(metadata, weights, "feed_forward_length", &DEFAULTS)?;
+        let width = metadata.size("feed_forward_length")?;
+        let n_kv_heads = metadata.optional_size("attention.head_count_kv")?;
+        let shared = SlidingConfig::from_gguf(metadata, weights, width, n_kv_heads, &DEFAULTS)?;
         Ok(Self {
             // GGUF files do not contain it. Only the 27B model, which has 62 layers, differs from
             // `head_dim`.

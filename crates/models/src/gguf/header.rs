@@ -32,7 +32,8 @@ impl fmt::Display for Value {
     }
 }
 
-/// GGUF's numbers of types with variable size.
+/// GGUF's numbers of types that are not numbers.
+const BOOL: u32 = 7;
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
@@ -66,6 +67,11 @@ impl Array {
             11 => Some(self.numbers(file, i64::from_le_bytes)),
             _ => None,
         }
+    }
+
+    /// Returns the items of an array of booleans.
+    pub(crate) fn booleans(&self, file: &[u8]) -> Option<Vec<bool>> {
+        (self.kind == BOOL).then(|| self.numbers(file, |[byte]| byte != 0))
     }
 
     /// Returns the items of an array of either float type.

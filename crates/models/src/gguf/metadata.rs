@@ -13,11 +13,13 @@ pub struct Metadata<'a> {
     header: &'a Header,
     arch: &'a str,
     path: &'a Path,
+    /// The file, for arrays, which are read on demand.
+    file: &'a [u8],
 }
 
 impl<'a> Metadata<'a> {
-    pub(crate) fn new(header: &'a Header, arch: &'a str, path: &'a Path) -> Self {
-        Self { header, arch, path }
+    pub(crate) fn new(header: &'a Header, arch: &'a str, path: &'a Path, file: &'a [u8]) -> Self {
+        Self { header, arch, path, file }
     }
 
     /// Returns the architecture, such as `llama`.
@@ -61,6 +63,24 @@ impl<'a> Metadata<'a> {
     /// Returns [`Error::Config`] if the value is missing or not an unsigned integer up to 2^40.
     pub fn size(&self, key: &str) -> Result<usize> {
         required(self.path, &self.key(key), self.optional_size(key)?)
+    }
+
+    /// Returns a list of yes and no of this length.
+    ///
+    /// # Errors
+    /// Returns [`Error::Config`] if the value is missing or something else.
+    pub(crate) fn flags(&self, key: &str, len: usize) -> Result<Vec<bool>> {
+        let wrong = |value: String| {
+            let rule = format!("must be an array of {len} booleans");
+            Error::config(self.path, self.key(key), value, rule)
+        };
+        match self.get(key) {
+            Some(value @ Value::Array(array)) => {
+                let flags = array.booleans(self.file).filter(|flags| flags.len() == len);
+                flags.ok_or_else(|| wrong(value.to_string()))
+            }
+            other => Err(wrong(other.map_or("missing".into(), ToString::to_string))),
+        }
     }
 
     /// Returns a float, if the file has the key.

@@ -95,8 +95,9 @@ impl DecoderConfig for Config {
     }
 
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
-        let width = "expert_feed_forward_length";
-        let mut shared = SlidingConfig::from_gguf(metadata, weights, width, &DEFAULTS)?;
+        let width = metadata.size("expert_feed_forward_length")?;
+        let n_kv_heads = metadata.optional_size("attention.head_count_kv")?;
+        let mut shared = SlidingConfig::from_gguf(metadata, weights, width, n_kv_heads, &DEFAULTS)?;
         if let RopeScaling::Yarn { truncate, .. } = &mut shared.rope_scaling {
             // The published models were trained without truncation, which GGUF files do not
             // contain.

@@ -54,7 +54,7 @@ fn read_model(
     options: LoadOptions,
     watcher: Watcher,
 ) -> Result<(LanguageModel, Vec<String>)> {
-    let GgufFile { path: first, header, .. } = &files[0];
+    let GgufFile { path: first, header, map } = &files[0];
     let arch = match header.metadata.get("general.architecture") {
         Some(Value::String(arch)) => arch.as_str(),
         _ => {
@@ -62,7 +62,7 @@ fn read_model(
             return Err(Error::config(first, "general.architecture", "missing", rule));
         }
     };
-    let metadata = Metadata::new(header, arch, first);
+    let metadata = Metadata::new(header, arch, first, map);
     let has_experts = metadata.optional_size("expert_count")?.is_some_and(|n| n > 0);
     let (family, names) = registry::by_architecture(arch, has_experts).map_err(|known| {
         let why = format!("{} has it; {known} are supported", first.display());

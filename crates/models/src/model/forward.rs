@@ -10,7 +10,7 @@ use crate::{
     cache_config::ModelCacheConfig,
     error::{Error, Result},
     generate::ids_to_tensor,
-    nn::AttentionObserver,
+    nn::{AttentionObserver, soft_capped},
     pass::Pass,
     spans::{OPERATION, PASS},
 };
@@ -191,7 +191,8 @@ impl LanguageModel {
     ///   transformers library
     pub fn head(&self, hidden: Tensor<3>) -> Tensor<3> {
         let _span = self.reading_head();
-        self.decoder().head_weight().project(hidden).cast(DType::F32)
+        let logits = self.decoder().head_weight().project(hidden);
+        soft_capped(logits, self.decoder().logit_softcap()).cast(DType::F32)
     }
 
     /// Allocates an empty cache for `batch` sequences.

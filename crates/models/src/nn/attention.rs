@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt};
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    AttentionOptions, KvMemory, RopeTable,
+    AttentionOptions, KvMemory, RopeTable, SharedKv,
     delta::DeltaMemory,
     sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
@@ -87,6 +87,19 @@ pub struct Memory<'a> {
     stored: Stored<'a>,
     sink_logits: Option<Tensor<1>>,
     observer: Option<Observer<'a>>,
+    sharing: Sharing<'a>,
+}
+
+/// The part of a layer in a cache that several layers share.
+#[derive(Debug, Default)]
+enum Sharing<'a> {
+    /// No other layer attends to the layer's tokens.
+    #[default]
+    Alone,
+    /// The layer owns the cache and leaves its tokens here for the others.
+    Owner(&'a mut Option<SharedKv>),
+    /// The layer attends to these tokens of another.
+    Reader(&'a SharedKv),
 }
 
 /// A layer's earlier tokens.
@@ -187,19 +200,29 @@ impl fmt::Debug for Observer<'_> {
 
 impl<'a> From<KvMemory<'a>> for Memory<'a> {
     fn from(kv: KvMemory<'a>) -> Self {
-        Self { stored: Stored::Kv(kv), sink_logits: None, observer: None }
+        Self { stored: Stored::Kv(kv), sink_logits: None, observer: None, sharing: Sharing::Alone }
     }
 }
 
 impl<'a> From<SparsePlace<'a>> for Memory<'a> {
     fn from(sparse: SparsePlace<'a>) -> Self {
-        Self { stored: Stored::Sparse(sparse), sink_logits: None, observer: None }
+        Self {
+            stored: Stored::Sparse(sparse),
+            sink_logits: None,
+            observer: None,
+            sharing: Sharing::Alone,
+        }
     }
 }
 
 impl<'a> From<DeltaMemory<'a>> for Memory<'a> {
     fn from(delta: DeltaMemory<'a>) -> Self {
-        Self { stored: Stored::Delta(delta), sink_logits: None, observer: None }
+        Self {
+            stored: Stored::Delta(delta),
+            sink_logits: None,
+            observer: None,
+            sharing: Sharing::Alone,
+        }
     }
 }
 
@@ -209,6 +232,16 @@ impl<'a> Memory<'a> {
     #[must_use]
     pub fn with_sinks(self, sink_logits: Tensor<1>) -> Self {
         Self { sink_logits: Some(sink_logits), ..self }
+    }
+
+    /// Leaves the keys and values of the pass in `tokens`, for later layers that share the cache.
+    pub(crate) fn sharing_with(self, tokens: &'a mut Option<SharedKv>) -> Self {
+        Self { sharing: Sharing::Owner(tokens), ..self }
+    }
+
+    /// Attends to the `tokens` of the layer that owns the cache.
+    pub(crate) fn sharing(self, tokens: &'a SharedKv) -> Self {
+        Self { sharing: Sharing::Reader(tokens), ..self }
     }
 
     /// Returns whether this is a decode step for graph capture, which cannot wait for the host.
@@ -299,17 +332,40 @@ impl<'a> Memory<'a> {
     /// exceeded, and for a layer with sparse attention.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer } = self;
+        let Self { stored, sink_logits, observer, sharing } = self;
         let kv = stored.kv()?;
-        let Some(Observer { layer, options, observe }) = observer else {
-            return Ok(kv.attend_with_sinks(q, k, v, sink_logits)?.output);
+        let sinks = sink_logits.clone();
+        let attend = |q, k, v| match sharing {
+            Sharing::Owner(tokens) => {
+                let (attention, shared) = kv.attend_and_share(q, k, v, sinks)?;
+                *tokens = Some(shared);
+                Ok(attention.output)
+            }
+            Sharing::Alone | Sharing::Reader(_) => Ok(kv.attend_with_sinks(q, k, v, sinks)?.output),
         };
-        let (query, key, value) = (q.clone(), k.clone(), v.clone());
-        let output = kv.attend_with_sinks(q, k, v, sink_logits.clone())?.output;
-        let shown = output.clone();
-        let trace = KvTrace { query, key, value, output: shown, options, sink_logits };
-        observe(AttentionTrace { layer, kind: TraceKind::Kv(Box::new(trace)) });
-        Ok(output)
+        shown(observer, [q, k, v], sink_logits, attend)
+    }
+
+    /// Attends to the tokens of the layer that owns the cache, with queries after the rope.
+    ///
+    /// # Shapes
+    /// - q: `[batch, n_heads, seq, head_dim]`
+    /// - output: the same
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] for a layer that shares no cache. Fails as
+    /// [`attend`](Self::attend) does.
+    pub fn attend_shared(self, q: Tensor<4>) -> Result<Tensor<4>> {
+        let _span = self.attending(q.dims()[2]);
+        let Self { stored, sink_logits, observer, sharing } = self;
+        let Sharing::Reader(tokens) = sharing else {
+            let why = "the layer has keys and values; set shared in its LayerSpec";
+            return Err(Error::unsupported("attention to a shared cache", why));
+        };
+        let (kv, (k, v), sinks) = (stored.kv()?, tokens.key_value(), sink_logits.clone());
+        shown(observer, [q, k.clone(), v.clone()], sink_logits, |q, _, _| {
+            Ok(kv.attend_shared(q, tokens, sinks)?.output)
+        })
     }
 
     /// Attends as [`attend`](Self::attend) does where a value is the first `value_dim` channels of
@@ -350,6 +406,28 @@ impl<'a> Memory<'a> {
     ) -> Result<Tensor<4>> {
         let _span = self.attending(1);
         let kv = self.stored.kv()?;
+        if let Sharing::Owner(tokens) = self.sharing {
+            // The cache holds the key after rope; the others do not read this one.
+            *tokens = Some(SharedKv::appended(k.clone(), v.clone()));
+        }
         Ok(kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
     }
+}
+
+/// Attends, and shows inputs and output to the observer, if there is one.
+fn shown(
+    observer: Option<Observer<'_>>,
+    [q, k, v]: [Tensor<4>; 3],
+    sink_logits: Option<Tensor<1>>,
+    attend: impl FnOnce(Tensor<4>, Tensor<4>, Tensor<4>) -> Result<Tensor<4>>,
+) -> Result<Tensor<4>> {
+    let Some(Observer { layer, options, observe }) = observer else {
+        return attend(q, k, v);
+    };
+    let (query, key, value) = (q.clone(), k.clone(), v.clone());
+    let output = attend(q, k, v)?;
+    let shown = output.clone();
+    let trace = KvTrace { query, key, value, output: shown, options, sink_logits };
+    observe(AttentionTrace { layer, kind: TraceKind::Kv(Box::new(trace)) });
+    Ok(output)
 }

@@ -79,3 +79,11 @@ pub fn in_f32(x: Tensor<3>, f: impl FnOnce(Tensor<3>) -> Tensor<3>) -> Tensor<3>
     let dtype = x.dtype();
     f(x.cast(DType::F32)).cast(dtype)
 }
+
+/// Bounds numbers by `cap`, if there is one: `cap * tanh(x / cap)`.
+pub fn soft_capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
+    match cap {
+        Some(cap) => x.div_scalar(cap).tanh().mul_scalar(cap),
+        None => x,
+    }
+}

@@ -88,10 +88,21 @@ impl QkNorms {
     /// - qk: `[batch, n_heads + n_kv_heads, seq, head_dim]`
     /// - output: the same
     pub fn forward(&self, qk: Tensor<4>, n_heads: usize) -> Tensor<4> {
-        let n_kv_heads = qk.dims()[1] - n_heads;
-        let query = self.query.heads(qk.clone().narrow(1, 0, n_heads));
-        Tensor::cat(vec![query, self.key.heads(qk.narrow(1, n_heads, n_kv_heads))], 1)
+        norm_heads(qk, n_heads, &self.query, &self.key)
     }
+}
+
+/// Applies a norm to the first `n_heads` heads and another to the rest, `[batch, heads, seq,
+/// head_dim]`.
+pub(crate) fn norm_heads(
+    qk: Tensor<4>,
+    n_heads: usize,
+    query: &RmsNorm,
+    key: &RmsNorm,
+) -> Tensor<4> {
+    let n_kv_heads = qk.dims()[1] - n_heads;
+    let queries = query.heads(qk.clone().narrow(1, 0, n_heads));
+    Tensor::cat(vec![queries, key.heads(qk.narrow(1, n_heads, n_kv_heads))], 1)
 }
 
 /// Layer normalization, <https://arxiv.org/abs/1607.06450>.

@@ -59,6 +59,14 @@ pub enum RopeScaling {
         /// `true` if the bounds are rounded outwards to whole numbers of channel pairs.
         truncate: bool,
     },
+    /// Gemma 4: only the first pairs of channels have a frequency, which follows from the position
+    /// of the pair in the whole head. The others have frequency 0, so their channels do not change.
+    Proportional {
+        /// The share of pairs that have a frequency.
+        share: f64,
+        /// The divisor of frequencies.
+        factor: f64,
+    },
     /// One divisor per frequency, as in `rope_freqs.weight` of GGUF files. In `config.json` this is
     /// `longrope` with the same factors for long and short contexts.
     Divisors(Vec<f32>),
@@ -71,6 +79,13 @@ impl RopeScaling {
     pub(crate) fn of_divisors(divisors: Vec<f32>, theta: f64) -> Self {
         /// A few units in the last place of an f32.
         const ROUNDING: f64 = 4e-6;
+        /// llama.cpp's converter divides the frequencies of pairs without rope by 1e30.
+        const NONE: f32 = 1e20;
+        let turning = divisors.iter().take_while(|&&divisor| divisor == 1.0).count();
+        if turning < divisors.len() && divisors[turning..].iter().all(|&divisor| divisor > NONE) {
+            let share = turning as f64 / divisors.len() as f64;
+            return Self::Proportional { share, factor: 1.0 };
+        }
         let factor = f64::from(divisors.last().copied().unwrap_or(1.0));
         let inv_freq = |scaling: &Self| Rope::new(2 * divisors.len(), theta, scaling).inv_freq;
         let given = inv_freq(&Self::Divisors(divisors.clone()));
@@ -189,6 +204,12 @@ impl Rope {
     }
 }
 
+/// Returns the pairs of `n` that have a frequency in [`RopeScaling::Proportional`].
+fn turning_pairs(share: f64, n: usize) -> usize {
+    // A share that was divided by `n` may be rounded down.
+    (share * n as f64 + 1e-6) as usize
+}
+
 fn frequency(i: usize, rotary_dim: usize, theta: f64) -> f64 {
     theta.powf(-((2 * i) as f64) / rotary_dim as f64)
 }
@@ -201,6 +222,10 @@ fn scale(freq: f64, (i, n): (usize, usize), theta: f64, scaling: &RopeScaling) -
         RopeScaling::Linear { factor } => freq / factor,
         RopeScaling::Divisors(divisors) => freq / f64::from(divisors[i]),
         RopeScaling::LongRope { short_factors, .. } => freq / f64::from(short_factors[i]),
+        RopeScaling::Proportional { share, factor } => match i < turning_pairs(*share, n) {
+            true => freq / factor,
+            false => 0.0,
+        },
         &RopeScaling::Yarn {
             factor,
             beta_fast,

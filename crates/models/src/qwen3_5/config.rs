@@ -65,7 +65,7 @@ impl DecoderConfig for Config {
     const GGUF: &'static [(&'static str, GgufNames)] = &[("qwen35", names::GGUF)];
 
     fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
-        let text = text_fields(json)?;
+        let text = json.text_fields()?;
         let (raw, path) = (ConfigJson { text: &text, ..*json }.parse::<Raw>()?, json.path);
         // The kinds of layers are not Llama's.
         let mut base = ConfigJson { text: &text, ..*json }.parse::<Map<String, Value>>()?;
@@ -239,19 +239,6 @@ impl Config {
     pub fn attends(&self, layer: usize) -> bool {
         self.attention_layers.contains(&layer)
     }
-}
-
-/// Returns the text of the fields of the language model. A model with images has them in
-/// `text_config`, and the tied head beside it.
-fn text_fields(json: &ConfigJson<'_>) -> Result<String> {
-    let mut fields = json.parse::<Map<String, Value>>()?;
-    let Some(Value::Object(mut text)) = fields.remove("text_config") else {
-        return Ok(json.text.into());
-    };
-    if let Some(tied) = fields.remove("tie_word_embeddings") {
-        text.entry("tie_word_embeddings").or_insert(tied);
-    }
-    Ok(Value::Object(text).to_string())
 }
 
 fn attention_layers(path: &Path, types: &[String], n_layers: usize) -> Result<BTreeSet<usize>> {

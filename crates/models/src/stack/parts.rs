@@ -233,6 +233,8 @@ impl<'a> LayerSource<'a> {
 pub struct LayerVisitor<'a> {
     target: Target<'a>,
     prefix: String,
+    /// The number of the layer.
+    pub(super) index: usize,
 }
 
 #[derive(Debug)]
@@ -243,11 +245,16 @@ enum Target<'a> {
 
 impl<'a> LayerVisitor<'a> {
     pub(super) fn roles(roles: &'a mut Roles) -> Self {
-        Self { target: Target::Roles(roles), prefix: String::new() }
+        Self { target: Target::Roles(roles), prefix: String::new(), index: 0 }
     }
 
     pub(super) fn exports(exports: &'a mut Exports, prefix: String) -> Self {
-        Self { target: Target::Exports(exports), prefix }
+        Self { target: Target::Exports(exports), prefix, index: 0 }
+    }
+
+    /// Returns the number of the layer, counted from 0.
+    pub fn index(&self) -> usize {
+        self.index
     }
 
     /// Visits a module. `export` adds its tensors; it gets the start of their names.

@@ -120,12 +120,13 @@ impl SlidingConfig {
         })
     }
 
-    /// Reads the metadata of a GGUF file and takes the tensors of the rope. `width` is the key of
-    /// the width of the MLP, or of an expert.
+    /// Reads the metadata of a GGUF file and takes the tensors of the rope. `width` is the width of
+    /// the MLP, or of an expert.
     pub(crate) fn from_gguf(
         metadata: &Metadata<'_>,
         weights: &mut Weights,
-        width: &str,
+        width: usize,
+        n_kv_heads: Option<usize>,
         defaults: &Defaults,
     ) -> Result<Self> {
         let path = metadata.path();
@@ -145,10 +146,10 @@ impl SlidingConfig {
         Ok(Self {
             vocab_size: weights.rows("embed_tokens.weight")?,
             hidden_size: metadata.size("embedding_length")?,
-            intermediate_size: metadata.size(width)?,
+            intermediate_size: width,
             n_layers,
             n_heads,
-            n_kv_heads: metadata.optional_size("attention.head_count_kv")?.unwrap_or(n_heads),
+            n_kv_heads: n_kv_heads.unwrap_or(n_heads),
             head_dim,
             sliding_window: metadata.size("attention.sliding_window")?,
             full_layers: every(path, &metadata.key(pattern_field), pattern, n_layers)?,

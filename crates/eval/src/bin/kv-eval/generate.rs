@@ -303,7 +303,7 @@ impl Args {
     fn checkpoints(&self, n_prompts: usize, model: &LanguageModel) -> Checkpoints {
         // A recurrent state contains no earlier one, so without more checkpoints a prompt that
         // changes its end would be computed again from the start.
-        let recurrent = model.spec().layers.iter().any(|layer| !layer.has_cache());
+        let recurrent = model.spec().layers.iter().any(|layer| layer.delta.is_some());
         match (&self.save_cache, n_prompts) {
             (Some(_), _) => Checkpoints::All,
             (None, 0) if recurrent => Checkpoints::All,

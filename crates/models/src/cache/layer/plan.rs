@@ -249,12 +249,15 @@ impl LayerPlan {
 
 impl LayerSpec {
     /// Returns the bytes of the layer's cache in the formats of `config` for `batch` sequences, as
-    /// [`LayerCache::memory_bytes`] does.
+    /// [`LayerCache::memory_bytes`] does; 0 for a layer that shares the cache of another.
     ///
     /// # Errors
     /// Fails for a `config` that does not fit the layer, and for a cache that is too large for one
     /// buffer.
     pub fn cache_bytes(&self, config: &KvCacheConfig, batch: usize) -> Result<MemoryBytes> {
+        if self.shared.is_some() {
+            return Ok(MemoryBytes::default());
+        }
         LayerPlan::new(self, config, batch).memory_bytes()
     }
 }

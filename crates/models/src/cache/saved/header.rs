@@ -22,7 +22,7 @@ pub(super) const VERSION: u32 = 3;
 pub(super) struct Header {
     pub(super) version: u32,
     pub(super) model: Maker,
-    /// The attention and the cache of each layer.
+    /// The attention and the cache of each layer that owns a cache.
     pub(super) layers: Vec<Layer>,
     /// The ropes that were applied to keys.
     pub(super) ropes: Vec<RopeMark>,
@@ -157,6 +157,7 @@ impl Layer {
             sparse: _,
             delta: _,
             latent: _,
+            shared: _,
         } = *layer;
         let shares_values = layer.shares_values();
         let (head_dim, scale, softcap) = (head_dim.into_array(), options.scale, options.softcap);
@@ -173,13 +174,12 @@ impl Layer {
         }
     }
 
-    /// Describes all layers of a model with caches of `config` for `tokens` tokens.
+    /// Describes all layers of a model that own a cache, for `tokens` tokens in caches of `config`.
     pub(super) fn all(spec: &ModelSpec, config: &ModelCacheConfig, tokens: usize) -> Vec<Self> {
-        let layers = spec.layers.iter().enumerate();
         let cache = |i: usize, layer: &LayerSpec| {
             LayerConfig::new(layer, &config.layer(spec, i)).with_capacity(tokens)
         };
-        layers.map(|(i, layer)| Self::new(layer, cache(i, layer))).collect()
+        spec.owners().map(|(i, layer)| Self::new(layer, cache(i, layer))).collect()
     }
 
     /// Returns the first field in which `other` differs, and both values.

@@ -164,14 +164,14 @@ impl SavedCache {
         let tensors = self.tensors()?;
         let n = self.longest().max(1);
         let mut layers = Vec::with_capacity(spec.layers.len());
-        for (i, layer) in spec.layers.iter().enumerate() {
+        for (n_th, (i, layer)) in spec.owners().enumerate() {
             let own = config.layer(spec, i);
             let plan = LayerPlan::new(layer, &own, self.tokens.len()).with_capacity(n);
             let wrong = |error: Error| self.malformed(format!("layer {i}: {error}"));
             let mut data = vec![];
             for part in plan.parts().map_err(wrong)? {
                 let read =
-                    self.part(&tensors, &name(i, part.name), &part, &format!("layer {i}: "))?;
+                    self.part(&tensors, &name(n_th, part.name), &part, &format!("layer {i}: "))?;
                 if !device.supports_dtype(read.dtype()) {
                     let what = format!("floats of {:?} on {device:?}", read.dtype());
                     return Err(Error::unsupported(what, "the device does not support the type"));

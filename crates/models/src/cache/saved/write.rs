@@ -97,15 +97,16 @@ impl ModelCache {
         checkpoints: &[Checkpoint],
     ) -> Result<String> {
         let (spec, batch) = (model.spec(), self.batch());
-        let n_layers = (self.layers.len(), spec.layers.len());
-        let mut pairs = self.layers.iter().zip(&spec.layers);
+        let owners: Vec<_> = spec.owners().map(|(_, layer)| layer).collect();
+        let n_layers = (self.layers.len(), owners.len());
+        let mut pairs = self.layers.iter().zip(owners.iter().copied());
         if n_layers.0 != n_layers.1 || !pairs.all(|(cache, layer)| cache.fits(layer, batch)) {
             let rule = "its layers differ from those of the cache";
             return Err(Error::argument("model", name, rule));
         }
         let n = self.len().max(1);
         let caches = self.layers.iter().map(|layer| layer.plan().config.with_capacity(n));
-        let layers = spec.layers.iter().zip(caches);
+        let layers = owners.into_iter().zip(caches);
         let header = Header {
             version: VERSION,
             model: Maker::new(model, name)?,

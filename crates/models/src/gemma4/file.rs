@@ -1,0 +1,285 @@
+//! The configuration of Gemma 4 in `config.json` and GGUF files.
+
+use std::{collections::BTreeMap, path::Path};
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{config::Config, names};
+use crate::{
+    checkpoint::Weights,
+    error::{Error, Result},
+    family::ConfigJson,
+    gguf::{GgufNames, Metadata},
+    nn::RopeScaling,
+    rope_config::{self, RopeFields},
+    spec::ModelSpec,
+    stack::{DecoderConfig, Defaults, SlidingConfig},
+};
+
+/// The published models. Every sixth layer sees all tokens.
+const DEFAULTS: Defaults = Defaults {
+    pattern: 6,
+    reads_pattern: false,
+    norm_epsilon: 1e-6,
+    attention_bias: false,
+    tied_head: true,
+    rope_theta: 1e6,
+};
+const LOCAL_THETA: f64 = 1e4;
+const GLOBAL_HEAD_DIM: usize = 512;
+const PER_LAYER_INPUTS: usize = 256;
+
+#[derive(Deserialize)]
+struct Raw {
+    hidden_activation: Option<String>,
+    final_logit_softcapping: Option<f64>,
+    use_bidirectional_attention: Option<String>,
+    vocab_size_per_layer_input: Option<usize>,
+    #[serde(default = "default_inputs")]
+    hidden_size_per_layer_input: Option<usize>,
+    attention_k_eq_v: Option<bool>,
+    num_kv_shared_layers: Option<usize>,
+    enable_moe_block: Option<bool>,
+    use_double_wide_mlp: Option<bool>,
+    global_head_dim: Option<usize>,
+    num_global_key_value_heads: Option<usize>,
+    /// Fields by the number of a layer. Older files have the two fields above.
+    per_layer_config: Option<BTreeMap<usize, Override>>,
+    rope_parameters: Option<RopeByKind>,
+}
+
+fn default_inputs() -> Option<usize> {
+    Some(PER_LAYER_INPUTS)
+}
+
+/// The sizes of one layer that differ from those of the model.
+#[derive(Clone, Copy, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Override {
+    head_dim: Option<usize>,
+    num_key_value_heads: Option<usize>,
+}
+
+#[derive(Deserialize)]
+struct RopeByKind {
+    full_attention: RopeFields,
+    sliding_attention: RopeFields,
+}
+
+impl Raw {
+    fn check_supported(&self, path: &Path, vocab_size: usize) -> Result<()> {
+        let refuse = |what: &str, field: &str, value: &str| {
+            let why = format!("{} has {field} {value}", path.display());
+            Err(Error::unsupported(what, why))
+        };
+        let act = self.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh");
+        if act != "gelu_pytorch_tanh" {
+            return refuse("activation", "hidden_activation", act);
+        }
+        if self.enable_moe_block == Some(true) {
+            return refuse("experts in Gemma 4", "enable_moe_block", "true");
+        }
+        if self.use_bidirectional_attention.as_deref() == Some("all") {
+            return refuse("attention to later tokens", "use_bidirectional_attention", "all");
+        }
+        match self.vocab_size_per_layer_input {
+            Some(n) if n != vocab_size && self.hidden_size_per_layer_input.unwrap_or(0) > 0 => {
+                let rule = format!("must be vocab_size {vocab_size}");
+                Err(Error::config(path, "vocab_size_per_layer_input", n, rule))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns channels and key heads of layers that see all tokens.
+    fn global_heads(&self, path: &Path, shared: &SlidingConfig) -> Result<[usize; 2]> {
+        let of_model = [shared.head_dim, shared.n_kv_heads];
+        let Some(layers) = &self.per_layer_config else {
+            let kv_heads = self.num_global_key_value_heads;
+            let kv_heads = kv_heads.filter(|_| self.attention_k_eq_v == Some(true));
+            let head_dim = self.global_head_dim.unwrap_or(GLOBAL_HEAD_DIM);
+            return Ok([head_dim, kv_heads.unwrap_or(of_model[1])]);
+        };
+        let sizes = |layer: &usize| {
+            let Override { head_dim, num_key_value_heads } =
+                layers.get(layer).copied().unwrap_or_default();
+            [head_dim.unwrap_or(of_model[0]), num_key_value_heads.unwrap_or(of_model[1])]
+        };
+        let global = shared.full_layers.first().map_or(of_model, sizes);
+        for layer in 0..shared.n_layers {
+            let (found, expected) = match shared.full_layers.contains(&layer) {
+                true => (sizes(&layer), global),
+                false => (sizes(&layer), of_model),
+            };
+            if found != expected {
+                let [head_dim, kv_heads] = found;
+                let why = format!(
+                    "{} gives layer {layer} head_dim {head_dim} and num_key_value_heads \
+                     {kv_heads}; layers of one kind must be alike, and those with a sliding window \
+                     like the model",
+                    path.display()
+                );
+                return Err(Error::unsupported("per_layer_config", why));
+            }
+        }
+        Ok(global)
+    }
+}
+
+fn read(json: &ConfigJson<'_>) -> Result<Config> {
+    let (raw, path) = (json.parse::<Raw>()?, json.path);
+    let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
+    raw.check_supported(path, shared.vocab_size)?;
+    if !shared.full_layers.contains(&(shared.n_layers - 1)) {
+        let rule = "must be full_attention, as in transformers, which changes it without an error";
+        return Err(Error::config(path, "last of layer_types", "sliding_attention", rule));
+    }
+    let [global_head_dim, global_kv_heads] = raw.global_heads(path, &shared)?;
+    let mut local_rope_theta = LOCAL_THETA;
+    let mut global_rope = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
+    if let Some(RopeByKind { full_attention, sliding_attention }) = &raw.rope_parameters {
+        let local = sliding_attention.scaling(path, shared.max_positions, None)?;
+        let partial = sliding_attention.partial_rotary_factor.unwrap_or(1.0);
+        if local != RopeScaling::Default || partial != 1.0 {
+            let rule = "only layers that see all tokens support it";
+            let why = format!("{} has it; {rule}", path.display());
+            return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
+        }
+        local_rope_theta = sliding_attention.rope_theta.unwrap_or(LOCAL_THETA);
+        global_rope = full_attention.scaling_of_head(path, shared.max_positions)?;
+        shared.rope_theta = full_attention.rope_theta.unwrap_or(DEFAULTS.rope_theta);
+    }
+    Ok(Config {
+        global_head_dim,
+        global_kv_heads,
+        global_rope,
+        local_rope_theta,
+        keys_are_values: raw.attention_k_eq_v.unwrap_or(false),
+        shared_layers: raw.num_kv_shared_layers.unwrap_or(0),
+        double_wide: raw.use_double_wide_mlp.unwrap_or(false),
+        per_layer_inputs: raw.hidden_size_per_layer_input.unwrap_or(0),
+        logit_softcap: raw.final_logit_softcapping,
+        shared,
+    })
+}
+
+fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Config> {
+    let path = metadata.path();
+    // The sizes that differ by layer may be arrays; tensors have them, too.
+    let width = weights.rows("layers.0.mlp.gate_proj.weight")?;
+    let mut shared = SlidingConfig::from_gguf(metadata, weights, width, Some(1), &DEFAULTS)?;
+    let n_layers = shared.n_layers;
+    let slides = metadata.flags("attention.sliding_window_pattern", n_layers)?;
+    shared.full_layers = (0..n_layers).filter(|&i| !slides[i]).collect();
+    let global_head_dim = shared.head_dim;
+    shared.head_dim = metadata.size("attention.key_length_swa")?;
+    let global_rope = std::mem::replace(&mut shared.rope_scaling, RopeScaling::Default);
+
+    let shared_layers = metadata.optional_size("attention.shared_kv_layers")?.unwrap_or(0);
+    let kv_heads = |layer: Option<usize>, head_dim: usize| match layer {
+        Some(i) => {
+            let rows = weights.rows(&format!("layers.{i}.self_attn.k_proj.weight"))?;
+            Ok::<_, Error>((rows / head_dim.max(1)).max(1))
+        }
+        None => Ok(1),
+    };
+    let local = (0..n_layers).find(|&i| slides[i]);
+    let global = (0..n_layers).find(|&i| !slides[i]);
+    shared.n_kv_heads = kv_heads(local, shared.head_dim)?;
+    let global_kv_heads = kv_heads(global, global_head_dim)?;
+    let values = global.map(|i| format!("layers.{i}.self_attn.v_proj.weight"));
+    let last = weights.rows(&format!("layers.{}.mlp.gate_proj.weight", n_layers - 1))?;
+    if metadata.optional_size("expert_count")?.is_some_and(|n| n > 0) {
+        let why = format!("{} has expert_count above 0", path.display());
+        return Err(Error::unsupported("experts in Gemma 4", why));
+    }
+    let inputs = metadata.optional_size("embedding_length_per_layer_input")?;
+    Ok(Config {
+        global_head_dim,
+        global_kv_heads,
+        global_rope,
+        local_rope_theta: metadata.float("rope.freq_base_swa")?.unwrap_or(LOCAL_THETA),
+        keys_are_values: values.is_some_and(|name| !weights.contains(&name)),
+        shared_layers,
+        double_wide: shared_layers > 0 && last == 2 * shared.intermediate_size,
+        per_layer_inputs: inputs.unwrap_or(0),
+        logit_softcap: metadata.float("final_logit_softcapping")?,
+        shared,
+    })
+}
+
+/// Returns the fields that [`read`] reads, as transformers writes them, and those of its older
+/// versions.
+fn to_json(config: &Config) -> Map<String, Value> {
+    let Config { shared, global_head_dim, global_kv_heads, .. } = config;
+    let of_layer = json!({"head_dim": global_head_dim, "num_key_value_heads": global_kv_heads});
+    let layers: Map<String, Value> =
+        shared.full_layers.iter().map(|i| (i.to_string(), of_layer.clone())).collect();
+    let mut full = match rope_config::to_json(&config.global_rope, shared.max_positions) {
+        Value::Object(fields) => fields,
+        _ => Map::from_iter([("rope_type".to_string(), json!("default"))]),
+    };
+    full.insert("rope_theta".into(), json!(shared.rope_theta));
+    let local = json!({"rope_type": "default", "rope_theta": config.local_rope_theta});
+    let mut fields = shared.to_json(json!({
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": config.logit_softcap,
+        "vocab_size_per_layer_input": shared.vocab_size,
+        "hidden_size_per_layer_input": config.per_layer_inputs,
+        "attention_k_eq_v": config.keys_are_values,
+        "num_kv_shared_layers": config.shared_layers,
+        "enable_moe_block": false,
+        "use_double_wide_mlp": config.double_wide,
+        "global_head_dim": global_head_dim,
+        "num_global_key_value_heads": global_kv_heads,
+        "per_layer_config": layers,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }));
+    fields.remove("rope_theta");
+    fields.remove("rope_scaling");
+    fields
+}
+
+impl DecoderConfig for Config {
+    const MODEL_TYPES: &'static [&'static str] = &["gemma4", "gemma4_text"];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma4", names::GGUF)];
+
+    fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
+        read(&ConfigJson { text: &json.text_fields()?, ..*json })
+    }
+
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        read_gguf(metadata, weights)
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
+        self.check_fields(path)
+    }
+
+    fn spec(&self) -> ModelSpec {
+        self.sizes()
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.shared.norm_epsilon
+    }
+
+    fn embedding_scale(&self) -> Option<f64> {
+        Some((self.shared.hidden_size as f64).sqrt())
+    }
+
+    fn tied_head(&self) -> bool {
+        self.shared.tied_head
+    }
+
+    fn logit_softcap(&self) -> Option<f64> {
+        self.logit_softcap
+    }
+
+    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        Ok(to_json(self))
+    }
+}
