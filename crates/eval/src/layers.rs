@@ -174,7 +174,7 @@ fn of_layer(
     let memory = KvMemory::Parallel { config: *config, fake_quant, options: trace.options };
     let sinks = trace.sink_logits.clone();
     let quantized = match shares_values {
-        true => memory.attend_shared(query, key, value.dims()[3])?,
+        true => memory.attend_latent(query, key, value.dims()[3])?,
         false => memory.attend_with_sinks(query, key, value, sinks)?,
     };
     let output_error = output_error(quantized.output, output, name)?;

@@ -71,7 +71,7 @@ pub use frames::FrameConfig;
 pub use functions::{
     Logical, Packed, ensure_finite, fake_quantize, fake_quantize_side, fake_quantize_with,
     frame_attention, hadamard, quantize, quantize_side, streaming_attention,
-    streaming_attention_shared, streaming_attention_with, streaming_attention_with_sinks,
+    streaming_attention_latent, streaming_attention_with, streaming_attention_with_sinks,
 };
 pub use kv_device::DeviceMemory;
 pub use layout::{CacheShape, Granularity, MemoryBytes, QuantizedCounts};

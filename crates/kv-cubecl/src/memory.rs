@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::{
     Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result,
-    RopeTable, functions::shared_values, streaming_attention_shared, streaming_attention_with,
+    RopeTable, functions::shared_values, streaming_attention_latent, streaming_attention_with,
     streaming_attention_with_sinks,
 };
 
@@ -80,9 +80,9 @@ impl KvMemory<'_> {
     /// [`CacheShape::with_shared_values`](crate::CacheShape::with_shared_values).
     ///
     /// # Errors
-    /// Fails as [`attend`](Self::attend) and [`streaming_attention_shared`] do, and with
+    /// Fails as [`attend`](Self::attend) and [`streaming_attention_latent`] do, and with
     /// [`Error::Unsupported`] for a cache of another shape.
-    pub fn attend_shared(
+    pub fn attend_latent(
         self,
         query: Tensor<4>,
         key: Tensor<4>,
@@ -90,7 +90,7 @@ impl KvMemory<'_> {
     ) -> Result<Attention> {
         let shape = match &self {
             Self::Parallel { config, fake_quant, options } => {
-                return streaming_attention_shared(
+                return streaming_attention_latent(
                     query,
                     key,
                     value_dim,
@@ -105,7 +105,7 @@ impl KvMemory<'_> {
         };
         if !shape.shares_values {
             return Err(Error::Unsupported {
-                what: format!("attend_shared with a cache of {shape}"),
+                what: format!("attend_latent with a cache of {shape}"),
                 why: "the cache stores values separately; create it with \
                       CacheShape::with_shared_values"
                     .to_string(),

@@ -74,7 +74,7 @@ pub fn streaming_attention_with(
 /// # Errors
 /// Fails as [`streaming_attention`] does, and with [`Error::InvalidConfig`] for a `value_dim` of 0
 /// or above the channels of `key`, and for keys after a Hadamard transform.
-pub fn streaming_attention_shared(
+pub fn streaming_attention_latent(
     query: Tensor<4>,
     key: Tensor<4>,
     value_dim: usize,

@@ -11,7 +11,7 @@ pub(crate) use attention::{
     store, stream,
 };
 pub use attention::{
-    hadamard, streaming_attention, streaming_attention_shared, streaming_attention_with,
+    hadamard, streaming_attention, streaming_attention_latent, streaming_attention_with,
     streaming_attention_with_sinks,
 };
 pub(crate) use frames::attend_frame;

@@ -6,7 +6,7 @@ use kv_cubecl::{
     AttentionOptions, CacheShape, FakeQuantOptions, KvCache, KvCacheConfig, KvFormat, KvMemory, On,
     Side, Sides, Target,
     reference::{self, RowOptions, StreamOracle, attend_row_with},
-    streaming_attention_shared,
+    streaming_attention_latent,
 };
 
 use crate::common::{CLOSE, Host, Rng, chunk_sizes, close, sampled, snapshot, stamp, wide};
@@ -92,7 +92,7 @@ impl Text {
             start += size;
             let (query, key) = (part.query.on(on), part.key.on(on));
             let memory = KvMemory::Cached(cache);
-            Host::of(memory.attend_shared(query, key, self.value_dim).unwrap().output)
+            Host::of(memory.attend_latent(query, key, self.value_dim).unwrap().output)
         });
         Host::cat(&outputs.collect::<Vec<_>>())
     }
@@ -142,7 +142,7 @@ fn outputs_equal_the_oracle<T: Target>(on: &On<T>) {
 
         let (query, key) = (text.query.on(on), text.key.on(on));
         let memory = KvMemory::parallel(text.config);
-        let parallel = memory.attend_shared(query, key, text.value_dim).unwrap().output;
+        let parallel = memory.attend_latent(query, key, text.value_dim).unwrap().output;
         close(format!("{name} {head_dim:?} in parallel"), &Host::of(parallel), &want, CLOSE);
     }
 }
@@ -167,7 +167,7 @@ fn steps_at_positions_on_the_device<T: Target>(on: &On<T>) {
             let position = TensorData::new(vec![t as i32], [1]);
             let position = Tensor::from_data(position, (&**on, DType::I32));
             let memory = KvMemory::At(&mut cache, &position);
-            let attention = memory.attend_shared(part.query.on(on), part.key.on(on), 64).unwrap();
+            let attention = memory.attend_latent(part.query.on(on), part.key.on(on), 64).unwrap();
             outputs.push(Host::of(attention.output));
         }
         let all = Host { data: vec![], shape: text.query.shape };
@@ -208,7 +208,7 @@ fn sequences_of_different_lengths<T: Target>(on: &On<T>) {
             };
             let (query, key) = (rows(&text.query).on(on), rows(&text.key).on(on));
             let memory = KvMemory::Ragged(&mut cache, &counts);
-            let got = Host::of(memory.attend_shared(query, key, 64).unwrap().output);
+            let got = Host::of(memory.attend_latent(query, key, 64).unwrap().output);
             for (sequence, n) in counts.into_iter().enumerate() {
                 let [_, heads, _, _] = got.shape;
                 let slice = heads * most * 64;
@@ -329,17 +329,17 @@ fn what_does_not_fit_is_an_error<T: Target>(on: &On<T>) {
     let (q, k) = (Host::normal(&mut Rng::new(1), [1, 2, 1, 96]), [1, 1, 1, 96]);
     let k = Host::normal(&mut Rng::new(2), k);
     let mut apart = KvCache::new(&KvCacheConfig::float(), shape, on).unwrap();
-    let error = KvMemory::Cached(&mut apart).attend_shared(q.on(on), k.on(on), 64);
+    let error = KvMemory::Cached(&mut apart).attend_latent(q.on(on), k.on(on), 64);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("stores values by themselves"), "{error}");
     assert_eq!(apart.len(), 0);
     let mut shared = KvCache::new(&KvCacheConfig::float(), shape.with_shared_values(), on).unwrap();
     for value_dim in [0, 97] {
-        let error = KvMemory::Cached(&mut shared).attend_shared(q.on(on), k.on(on), value_dim);
+        let error = KvMemory::Cached(&mut shared).attend_latent(q.on(on), k.on(on), value_dim);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("must be 1 to 96"), "{error}");
     }
-    let error = KvMemory::Cached(&mut shared).attend_shared(q.on(on), k.on(on), 32);
+    let error = KvMemory::Cached(&mut shared).attend_latent(q.on(on), k.on(on), 32);
     assert!(error.unwrap_err().to_string().contains("value"));
     assert!(!KvMemory::Cached(&mut shared).applies_rope());
     assert_eq!(shared.len(), 0);
@@ -361,7 +361,7 @@ mod gradients {
         let [query, key] = [&text.query, &text.key].map(|host| host.on(on).require_grad());
         let (options, fake_quant) = (AttentionOptions::default(), FakeQuantOptions::default());
         let (q, k, d) = (query.clone(), key.clone(), text.value_dim);
-        let out = streaming_attention_shared(q, k, d, &text.config, fake_quant, options).unwrap();
+        let out = streaming_attention_latent(q, k, d, &text.config, fake_quant, options).unwrap();
         let grads = (out.output * grad.on(on)).sum().backward();
         [query, key].map(|tensor| Host::of(tensor.grad(&grads).unwrap()))
     }

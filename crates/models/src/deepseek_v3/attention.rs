@@ -128,7 +128,7 @@ impl LatentAttention {
     /// - output: the same
     ///
     /// # Errors
-    /// Fails as [`Memory::attend_shared`](crate::nn::Memory::attend_shared) does.
+    /// Fails as [`Memory::attend_latent`](crate::nn::Memory::attend_latent) does.
     pub fn forward(
         &self,
         x: Tensor<3>,
@@ -167,7 +167,7 @@ impl LatentAttention {
             3,
         );
         let key = Tensor::cat(vec![latent, self.rotated(key, rope)], 3);
-        let heads = memory.attend_shared(query, key, rank)?; // [batch, n_heads, seq, rank]
+        let heads = memory.attend_latent(query, key, rank)?; // [batch, n_heads, seq, rank]
         let heads = by_heads(heads, value_rows.swap_dims(1, 2)).swap_dims(1, 2);
         Ok(self.output.forward_added(heads.reshape([batch, seq, n_heads * value]), x))
     }
