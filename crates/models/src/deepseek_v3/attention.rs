@@ -155,21 +155,34 @@ impl LatentAttention {
         let latent = latent.reshape([batch, 1, seq, rank]);
         let key = qkv.narrow(2, queries + rank, rotary).reshape([batch, 1, seq, rotary]);
 
-        // [n_heads, plain + value, rank]
-        let rows = self.keys_values.weight.val().reshape([n_heads, plain + value, rank]);
-        let key_rows = rows.clone().narrow(1, 0, plain);
-        let value_rows = rows.narrow(1, plain, value);
-        let query = Tensor::cat(
-            vec![
-                by_heads(query.clone().narrow(3, 0, plain), key_rows),
-                self.rotated(query.narrow(3, plain, rotary), rope),
-            ],
-            3,
-        );
+        let plain_query = self.latent_queries(query.clone().narrow(3, 0, plain));
+        let rotary_query = self.rotated(query.narrow(3, plain, rotary), rope);
+        let query = Tensor::cat(vec![plain_query, rotary_query], 3);
         let key = Tensor::cat(vec![latent, self.rotated(key, rope)], 3);
-        let heads = memory.attend_latent(query, key, rank)?; // [batch, n_heads, seq, rank]
-        let heads = by_heads(heads, value_rows.swap_dims(1, 2)).swap_dims(1, 2);
+        let heads = self.head_values(memory.attend_latent(query, key, rank)?).swap_dims(1, 2);
         Ok(self.output.forward_added(heads.reshape([batch, seq, n_heads * value]), x))
+    }
+
+    /// Multiplies queries without rope, `[batch, n_heads, seq, plain]`, by the rows of the keys of
+    /// their heads. The products with latent rows are then scores.
+    fn latent_queries(&self, query: Tensor<4>) -> Tensor<4> {
+        let (n_heads, plain) = (query.dims()[1], self.channels.plain);
+        let _span = self.keys_values.weight.read_rows(n_heads * plain);
+        by_heads(query, self.rows_of_heads(n_heads).narrow(1, 0, plain))
+    }
+
+    /// Multiplies sums of latent rows, `[batch, n_heads, seq, latent]`, by the rows of the values
+    /// of each head.
+    fn head_values(&self, heads: Tensor<4>) -> Tensor<4> {
+        let (n_heads, Channels { plain, value, .. }) = (heads.dims()[1], self.channels);
+        let _span = self.keys_values.weight.read_rows(n_heads * value);
+        by_heads(heads, self.rows_of_heads(n_heads).narrow(1, plain, value).swap_dims(1, 2))
+    }
+
+    /// Returns the rows of keys, then of values, `[n_heads, plain + value, latent]`.
+    fn rows_of_heads(&self, n_heads: usize) -> Tensor<3> {
+        let Channels { plain, value, latent, .. } = self.channels;
+        self.keys_values.weight.val().reshape([n_heads, plain + value, latent])
     }
 
     fn rotated(&self, x: Tensor<4>, rope: &RopeRows) -> Tensor<4> {

@@ -375,17 +375,11 @@ impl<'a> Memory<'a> {
     /// Fails as [`attend`](Self::attend) does, and for a layer whose cache stores values.
     pub fn attend_latent(self, q: Tensor<4>, k: Tensor<4>, value_dim: usize) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer } = self;
-        let kv = stored.kv()?;
-        let Some(Observer { layer, options, observe }) = observer else {
-            return Ok(kv.attend_latent(q, k, value_dim)?.output);
-        };
-        let (query, key, value) = (q.clone(), k.clone(), k.clone().narrow(3, 0, value_dim));
-        let output = kv.attend_latent(q, k, value_dim)?.output;
-        let shown = output.clone();
-        let trace = KvTrace { query, key, value, output: shown, options, sink_logits };
-        observe(AttentionTrace { layer, kind: TraceKind::Kv(Box::new(trace)) });
-        Ok(output)
+        let Self { stored, sink_logits, observer, .. } = self;
+        let (kv, v) = (stored.kv()?, k.clone().narrow(3, 0, value_dim));
+        shown(observer, [q, k, v], sink_logits, |q, k, _| {
+            Ok(kv.attend_latent(q, k, value_dim)?.output)
+        })
     }
 
     /// Returns the table for [`attend_with_rope`](Self::attend_with_rope) if that serves queries

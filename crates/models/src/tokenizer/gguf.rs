@@ -42,6 +42,17 @@ pub(super) const GPT4O: &str = concat!(
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
 
+/// Digits in groups of up to three, Chinese and Japanese, then words with punctuation before them.
+pub(super) const DEEPSEEK3: [&str; 3] = [
+    r"\p{N}{1,3}",
+    "[\u{4e00}-\u{9fa5}\u{3040}-\u{309f}\u{30a0}-\u{30ff}]+",
+    concat!(
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"##,
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|",
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+];
+
 /// Values of `tokenizer.ggml.token_type` for control tokens and for tokens added by a user.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
@@ -63,6 +74,7 @@ fn pre_tokenizer(name: &str) -> Option<Pre> {
         "qwen2" => (&[QWEN2], false),
         "llama-bpe" | "llama3" | "llama-v3" => (&[LLAMA3], true),
         "gpt-4o" => (&[GPT4O], false),
+        "deepseek-v3" => (&DEEPSEEK3, false),
         _ => return None,
     };
     Some(Pre { splits, ignore_merges: llama3, adds_bos: llama3 })
@@ -172,8 +184,8 @@ fn byte_level(
     };
     let Some(pre) = pre_tokenizer(name) else {
         let why = format!(
-            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe and gpt-4o \
-             are supported",
+            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe, gpt-4o and \
+             deepseek-v3 are supported",
             path.display()
         );
         return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));

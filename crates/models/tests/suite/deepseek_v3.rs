@@ -11,6 +11,7 @@ use kv_models::{
     kv_weights::{Activations, GroupSize, WeightFormat},
     load, load_with, outline, random, save, save_quantized,
 };
+use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value as Json, json};
 
 use crate::{
@@ -266,6 +267,50 @@ fn queries_may_be_uncompressed() {
     assert_eq!(again.to_data(), whole.to_data());
 }
 
+/// Folders in FP8, as published, compute the same as their numbers in f32.
+#[test]
+fn published_weights_in_8_bits_are_restored() {
+    const BLOCK: [usize; 2] = [16, 32];
+    let table = e4m3();
+    let mut published: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = vec![];
+    let le = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let rounded = with_tensors(NAME, |tensors| {
+        for (name, shape, values) in tensors {
+            let Some(module) = name.strip_suffix("_proj.weight") else {
+                published.push((name.clone(), Dtype::F32, shape.clone(), le(values)));
+                continue;
+            };
+            let (rows, columns) = (shape[0], shape[1]);
+            let blocks = [rows.div_ceil(BLOCK[0]), columns.div_ceil(BLOCK[1])];
+            let block = |at: usize| at / columns / BLOCK[0] * blocks[1] + at % columns / BLOCK[1];
+            let mut factors = vec![0f32; blocks[0] * blocks[1]];
+            for (at, x) in values.iter().enumerate() {
+                factors[block(at)] = factors[block(at)].max(x.abs() / 448.0);
+            }
+            let mut codes = vec![];
+            for (at, x) in values.iter_mut().enumerate() {
+                let factor = factors[block(at)];
+                let (code, number) = nearest(&table, f64::from(*x / factor));
+                codes.push(code);
+                *x = number as f32 * factor;
+            }
+            published.push((name.clone(), Dtype::F8_E4M3, shape.clone(), codes));
+            let scales = format!("{module}_proj.weight_scale_inv");
+            published.push((scales, Dtype::F32, blocks.to_vec(), le(&factors)));
+        }
+    });
+    let folder = with_config(NAME, |c| {
+        c["quantization_config"] = json!({"activation_scheme": "dynamic", "fmt": "e4m3",
+            "quant_method": "fp8", "weight_block_size": BLOCK});
+    });
+    let views = published.iter().map(|(name, dtype, shape, bytes)| {
+        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    let file = folder.path().join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+    assert_eq!(logits(folder.path()).to_data(), logits(rounded.path()).to_data());
+}
+
 /// Quantized rows of keys and values are restored, and a note says how many.
 #[test]
 fn quantized_folders_are_read() {
@@ -325,4 +370,59 @@ fn the_plan_of_deepseek_v3_is_the_published_arithmetic() {
         spec.layers.iter().map(|layer| layer.cache_bytes(&f16, 1).unwrap().floats).sum();
     // Rows of 512 + 64 channels in 2 bytes, whose first channels are the values.
     assert_eq!(bytes, 61 * tokens * 576 * 2);
+}
+
+#[test]
+fn adhoc_figures() {
+    let device = device();
+    let want = expected(&tiny(NAME), &device);
+    let largest = want.logits.clone().abs().max().into_scalar::<f32>();
+    eprintln!("FIG whole {} of {largest}", max_difference(logits(&tiny(NAME)), want.logits));
+    let model = load(&tiny(NAME), &device).unwrap().model;
+    let mut cache = model.new_cache(KvCacheConfig::float().with_capacity(200), 2, &device).unwrap();
+    let steps = (0..200).map(|t| model.step(want.ids.clone().narrow(1, t, 1), &mut cache).unwrap());
+    let steps = Tensor::cat(steps.collect::<Vec<_>>(), 1).narrow(1, 160, 40);
+    eprintln!("FIG steps {}", max_difference(steps, want.decoded.unwrap()));
+    let text = json!({
+        "model_type": "deepseek_v2", "vocab_size": 4096, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 2,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2,
+        "n_routed_experts": 8, "routed_scaling_factor": 1.0, "kv_lora_rank": 512,
+        "q_lora_rank": null, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+        "topk_method": "greedy", "num_experts_per_tok": 6, "first_k_dense_replace": 2,
+        "max_position_embeddings": 4096, "tie_word_embeddings": false, "rope_theta": 10000.0
+    })
+    .to_string();
+    let model = random(&ConfigJson { text: &text, path: Path::new("x") }, &device).unwrap();
+    for cache in ["float", "k4v4-g32-r32"] {
+        let config: KvCacheConfig = cache.parse().unwrap();
+        let mut cache = model.new_cache(config.with_capacity(1024), 1, &device).unwrap();
+        let ids = kv_models::ids_to_tensor(&[7u32; 512], [1, 512], &device);
+        let start = std::time::Instant::now();
+        model.step(ids, &mut cache).unwrap().sum().into_scalar::<f32>();
+        eprintln!("FIG prefill 512 {:?}", start.elapsed());
+        let start = std::time::Instant::now();
+        for _ in 0..20 {
+            let ids = kv_models::ids_to_tensor(&[7u32], [1, 1], &device);
+            model.step(ids, &mut cache).unwrap().sum().into_scalar::<f32>();
+        }
+        eprintln!("FIG step {:?}", start.elapsed() / 20);
+        let layer = &model.downcast_ref::<DeepseekV3>().unwrap().layers[0];
+        let linear = &layer.attention.keys_values;
+        let start = std::time::Instant::now();
+        for _ in 0..20 {
+            let rows = linear.weight.val().reshape([16, 256, 512]);
+            let q = Tensor::<3>::ones([16, 1, 128], &device);
+            let y = q.matmul(rows.clone().narrow(1, 0, 128));
+            let z = y.matmul(rows.narrow(1, 128, 128).swap_dims(1, 2));
+            z.sum().into_scalar::<f32>();
+        }
+        eprintln!("FIG heads {:?}", start.elapsed() / 20);
+        let start = std::time::Instant::now();
+        let x = Tensor::<3>::ones([1, 1, 2048], &device);
+        for _ in 0..20 {
+            layer.attention.qkv.forward(x.clone()).sum().into_scalar::<f32>();
+        }
+        eprintln!("FIG qkv {:?}", start.elapsed() / 20);
+    }
 }

@@ -175,6 +175,8 @@ fn pre_tokenizers_split_digits_as_their_models_do() {
     assert_eq!(pieces("qwen2", &merges, "a1234"), ["a", "1", "2", "3", "4"]);
     assert_eq!(pieces("llama-bpe", &merges, "a1234"), ["a", "123", "4"]);
     assert_eq!(pieces("default", &merges, "a1234"), ["a", "123", "4"]);
+    assert_eq!(pieces("deepseek-v3", &merges, "a1234"), ["a", "123", "4"]);
+    assert_eq!(pieces("deepseek-v3", &merges, "a 1"), ["a", " ", "1"]);
     assert_eq!(pieces("gpt-2", &merges, "a 1"), ["a", " 1"]);
     assert_eq!(pieces("smollm", &merges, "a 1"), ["a", " ", "1"]);
 }
@@ -187,6 +189,8 @@ fn pre_tokenizers_split_contractions_and_lines_as_their_models_do() {
     assert_eq!(pieces("qwen2", &merges, "IT'S"), ["IT", "'S"]);
     assert_eq!(pieces("llama-bpe", &merges, ".\n\n"), [".\n", "\n"]);
     assert_eq!(pieces("smollm", &merges, ".\n\n"), [".", "\n\n"]);
+    assert_eq!(pieces("deepseek-v3", &merges, "IT'S"), ["IT", "'S"]);
+    assert_eq!(pieces("deepseek-v3", &merges, ".\n\n"), [".\n", "\n"]);
     assert_eq!(pieces("qwen2", &merges, "(a"), ["(a"]);
     assert_eq!(pieces("gpt-2", &merges, "(a"), ["(", "a"]);
     assert_eq!(pieces("gpt-2", &merges, "   a"), ["  ", " ", "a"]);

@@ -14,7 +14,7 @@ use tokenizers::{
 
 use super::*;
 use crate::tokenizer::{
-    gguf::{GPT2, GPT4O, LLAMA3, QWEN2},
+    gguf::{DEEPSEEK3, GPT2, GPT4O, LLAMA3, QWEN2},
     special::Settings,
 };
 
@@ -151,6 +151,7 @@ fn tokenizers() -> Vec<(&'static str, Tokenizer, bool)> {
         ("llama3, strange tokens", make(&bytes, &nothing, &with(&[LLAMA3]), &strange), true),
         ("qwen2", make(&bytes, &nfc, &with(&[QWEN2]), &plain), true),
         ("o200k", make(&bytes, &nothing, &with(&[GPT4O]), &strange), true),
+        ("deepseek3", make(&bytes, &nothing, &with(&DEEPSEEK3), &plain), true),
         ("gguf default", make(&bytes, &nothing, &with(&gguf_default), &plain), true),
         ("one word", make(&bytes, &nothing, &level(false, false), &plain), false),
         ("lines", make(&bytes, &nothing, &with(&[r"\n+"]), &plain), false),
