@@ -283,9 +283,9 @@ impl Planned<'_> {
         advice
     }
 
-    /// Returns the bytes of the residual stream and its norm, of inputs of layers, of queries, keys,
-    /// values and attention, of the widest part of the MLP, and of the logits of each sequence's
-    /// last token.
+    /// Returns the bytes of the residual stream and its norm, of inputs of layers, of queries,
+    /// keys, values and attention, of the widest part of the MLP, and of the logits of each
+    /// sequence's last token.
     fn activations(&self, usage: &Usage) -> usize {
         /// The CPU computes the MLP for this many tokens at a time.
         const ROWS: usize = 512;

@@ -17,7 +17,7 @@ mod report;
 use core::ops::ControlFlow;
 
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Side, Target};
-use kv_models::{LanguageModel, LayerRule, Layers, ModelCacheConfig, ModelSpec, Stores};
+use kv_models::{LanguageModel, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores};
 use serde::Serialize;
 
 pub use self::{alike::Alike, measure::Score};

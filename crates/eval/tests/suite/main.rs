@@ -32,6 +32,7 @@ mod real_model;
 mod report;
 mod retrieval;
 mod saved;
+mod shared_caches;
 mod stride;
 mod twin;
 mod world_inspect;

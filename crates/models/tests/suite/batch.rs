@@ -48,7 +48,8 @@ fn padded(ids: &[&[u32]], device: &Device) -> Tensor<2, burn::tensor::Int> {
 /// several rows are summed in another order than products of one, which can change a code.
 #[track_caller]
 fn close(what: &str, name: &str, got: &[f32], want: &[f32]) {
-    let tolerance = if name == "float" { 1e-5 } else { 1e-3 };
+    // The sharp attention of gemma4-tiny amplifies rounding.
+    let tolerance = if name == "float" { 3e-5 } else { 1e-3 };
     let largest = want.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
     assert_eq!(got.len(), want.len(), "{what}");
     let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

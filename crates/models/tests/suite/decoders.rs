@@ -227,7 +227,7 @@ fn a_name_belongs_to_one_family() {
     assert!(
         error.contains(
             "smollm3, gemma3_text, gpt_oss, deepseek_v3, deepseek_v2, kimi_k2, deepseek_v4, \
-             qwen3_moe, mixtral, qwen3_5, qwen3_5_text and toy are supported"
+             qwen3_moe, mixtral, qwen3_5, qwen3_5_text, gemma4, gemma4_text and toy are supported"
         ),
         "{error}"
     );

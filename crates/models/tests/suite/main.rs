@@ -17,6 +17,7 @@ mod deepseek_v4_official;
 mod deepseek_v4_published;
 mod footprint;
 mod formats;
+mod gemma4;
 mod generate;
 mod golden_models;
 mod moe;

@@ -20,7 +20,7 @@ use kv_models::{
 use safetensors::Dtype;
 
 use crate::common::{
-    GgmlType, TINY, converted, device, expected, fixture, max_difference, small, tiny, write_gguf,
+    GgmlType, blocky, converted, device, expected, fixture, max_difference, small, tiny, write_gguf,
 };
 
 fn read(path: &Path, packed: Option<Activations>) -> Loaded {
@@ -45,7 +45,7 @@ fn difference(a: &Tensor<3>, b: &Tensor<3>) -> f32 {
 #[test]
 fn packed_models_match_restored_ones() {
     let scratch = tempfile::tempdir().unwrap();
-    for name in TINY {
+    for name in blocky() {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         let (restored, packed, notes) = both(&file, Activations::Exact);
@@ -121,7 +121,7 @@ fn experts_stay_in_mxfp4() {
 #[test]
 fn matrices_of_16_bits_stay_packed() {
     let scratch = tempfile::tempdir().unwrap();
-    for name in TINY {
+    for name in blocky() {
         for (dtype, ggml) in [(Dtype::BF16, GgmlType::BF16), (Dtype::F16, GgmlType::F16)] {
             let (folder, file) =
                 (converted(name, dtype, |_| true), scratch.path().join("model.gguf"));
@@ -272,7 +272,7 @@ fn scales_that_are_not_finite_are_named() {
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 fn packed_models_match_the_cpu<T: Target>(gpu: &On<T>) {
     let scratch = tempfile::tempdir().unwrap();
-    let written = TINY.iter().map(|name| {
+    let written = blocky().map(|name| {
         let (folder, file) = (tiny(name), scratch.path().join(name).with_extension("gguf"));
         write_gguf(&folder, &file, GgmlType::Q4_0, &[]);
         file

@@ -44,6 +44,7 @@ fn parameters_of_all_families_keep_their_paths() {
         "mixtral-tiny",
         "qwen3_5-tiny",
         "deepseek_v3-tiny",
+        "gemma4-tiny",
     ] {
         load(tiny(name), &device()).unwrap().model.visit(&mut paths);
     }

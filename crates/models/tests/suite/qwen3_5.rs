@@ -9,13 +9,12 @@ use kv_models::{
     kv_cubecl::{CacheFloat, KvCacheConfig},
     load, outline, save,
 };
-use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value as Json, json};
 
 use crate::{
     common::{
         GgmlType, GgufTensor, Value, assert_contains, device, expected, gguf_parts, max_difference,
-        partitions, read_tensors, tiny, with_config, write_gguf_file,
+        partitions, read_tensors, tiny, with_config, write_gguf_file, write_tensors,
     },
     save::words,
 };
@@ -66,17 +65,7 @@ fn with_images() -> tempfile::TempDir {
     for name in ["model.visual.blocks.0.attn.proj.weight", "mtp.fc.weight"] {
         tensors.push((name.into(), vec![2, 2], vec![0.5; 4]));
     }
-    let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
-        .into_iter()
-        .map(|(name, shape, values)| {
-            (name, shape, values.iter().flat_map(|x| x.to_le_bytes()).collect())
-        })
-        .collect();
-    let views = bytes.iter().map(|(name, shape, bytes)| {
-        (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
-    });
-    let file = folder.path().join("model.safetensors");
-    fs::write(file, safetensors::serialize(views, None).unwrap()).unwrap();
+    write_tensors(&folder.path().join("model.safetensors"), tensors);
     folder
 }
 

@@ -116,8 +116,15 @@ fn f16_rounds_every_weight_once() {
         let again = load(saved.path(), &device).unwrap().model;
         let worst = max_difference(logits(&again, &device), logits(&model, &device));
         // With rounded weights, a router picks the other of two experts with nearly equal scores,
-        // and rounded rates of decay change the sums over all tokens.
-        let most = [("qwen3_moe-tiny", 0.2), ("deepseek_v3-tiny", 1.0), ("qwen3_5-tiny", 0.02)];
+        // and rounded rates of decay change the sums over all tokens. The sharp attention of
+        // gemma4-tiny amplifies rounding: transformers' logits change by 0.1.
+        let most = [
+            ("qwen3_moe-tiny", 0.2),
+            ("deepseek_v3-tiny", 1.0),
+            ("qwen3_5-tiny", 0.02),
+            ("gemma4-tiny", 0.2),
+            ("gemma4-wide-tiny", 0.02),
+        ];
         let most = most.iter().find(|(it, _)| *it == name).map_or(5e-3, |(_, most)| *most);
         assert!(worst > 0.0 && worst < most, "{name}: {worst}");
     }

@@ -19,8 +19,9 @@ use crate::common::{
     tiny,
 };
 
-/// The models cover sliding windows, learned sinks, learned positions and scaled frequencies.
-const MODELS: [&str; 9] = [
+/// The models cover sliding windows, learned sinks, learned positions, scaled frequencies and
+/// shared caches.
+const MODELS: [&str; 10] = [
     "llama-tiny",
     "gemma3-tiny",
     "gpt-oss-tiny",
@@ -30,6 +31,7 @@ const MODELS: [&str; 9] = [
     "qwen3_5-tiny",
     "mixtral-tiny",
     "deepseek_v3-tiny",
+    "gemma4-tiny",
 ];
 const CACHES: [&str; 8] = [
     "float",

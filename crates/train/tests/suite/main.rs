@@ -14,6 +14,7 @@ mod latent;
 mod packed;
 mod recurrent;
 mod resume;
+mod shared_caches;
 mod sparse;
 mod stop;
 mod training;

@@ -7,7 +7,7 @@ use serde_json::Value as Json;
 use super::{
     GgmlType, fixture, gguf_delta,
     gguf_experts::{Stacks, expert_tensors},
-    gguf_latent, read_tensors, tiny,
+    gguf_gemma4, gguf_latent, gguf_rope, read_tensors, tiny,
 };
 
 /// A metadata value.
@@ -106,6 +106,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     let arch = match config["model_type"].as_str().unwrap() {
         "mistral" | "mixtral" => "llama",
         "gemma3_text" => "gemma3",
+        "gemma4_text" => "gemma4",
         "gpt_oss" => "gpt-oss",
         "qwen3_moe" => "qwen3moe",
         "qwen3_5_text" => "qwen35",
@@ -143,6 +144,14 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
         put("rope.freq_base_swa", float(theta("sliding_attention")));
         put("attention.sliding_window_pattern", Some(Value::U32(4)));
     }
+    if arch == "gemma4" {
+        let own = gguf_gemma4::metadata(&config);
+        metadata.retain(|(key, _)| own.iter().all(|(other, _)| key != other));
+        metadata.extend(own);
+    }
+    let mut put = |key: &str, value: Option<Value>| {
+        metadata.extend(value.map(|value| (format!("{arch}.{key}"), value)));
+    };
     if int("num_experts_per_tok").is_some() {
         put("expert_count", u32(int("num_local_experts")));
         put("expert_used_count", u32(int("num_experts_per_tok")));
@@ -167,7 +176,7 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     }
     let window = config["sliding_window"].as_u64().map(|n| Value::U32(n as u32));
     put("attention.sliding_window", window);
-    let factors = longrope_factors(&config);
+    let factors = gguf_rope::longrope_factors(&config);
     if !factors.is_empty() {
         let original = config["original_max_position_embeddings"].as_f64().unwrap();
         let scale = config["max_position_embeddings"].as_f64().unwrap() / original;
@@ -229,8 +238,8 @@ pub(crate) fn gguf_parts(folder: &Path, dtype: GgmlType, extra: &[(&str, Value)]
     }
     tensors.extend(stacks.tensors(dtype));
     let mut vectors = factors;
-    if rope["rope_type"] == "llama3" {
-        vectors.push(("rope_freqs.weight".into(), llama3_divisors(&config)));
+    if let Some(divisors) = gguf_rope::divisors(&config) {
+        vectors.push(("rope_freqs.weight".into(), divisors));
     }
     for (name, values) in vectors {
         tensors.push(GgufTensor::new(name, &[values.len()], &values, GgmlType::F32));
@@ -365,8 +374,11 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
     if arch == "deepseek2" {
         name = gguf_latent::renamed(&name);
     }
-    if matches!(arch, "gemma3" | "qwen35") {
+    if matches!(arch, "gemma3" | "gemma4" | "qwen35") {
         name = name.replace("post_attention_layernorm", "post_attention_norm");
+    }
+    if arch == "gemma4" {
+        name = gguf_gemma4::name(&name);
     }
     for (hf, gguf) in [
         ("model.embed_tokens", "token_embd"),
@@ -411,39 +423,4 @@ pub(super) fn gguf_name(arch: &str, name: &str) -> String {
         name = name.replace(hf, gguf);
     }
     name
-}
-
-/// Returns the divisors that llama.cpp's converter stores for `rope_type` llama3.
-fn llama3_divisors(config: &Json) -> Vec<f32> {
-    let rope = &config["rope_parameters"];
-    let get = |key: &str| rope[key].as_f64().unwrap();
-    let dim = config["head_dim"].as_u64().unwrap();
-    (0..dim / 2)
-        .map(|i| {
-            let freq = get("rope_theta").powf(-2.0 * i as f64 / dim as f64);
-            let wavelength = std::f64::consts::TAU / freq;
-            let original = get("original_max_position_embeddings");
-            let (low, high) = (get("low_freq_factor"), get("high_freq_factor"));
-            let divisor = if wavelength < original / high {
-                1.0
-            } else if wavelength > original / low {
-                get("factor")
-            } else {
-                let smooth = (original / wavelength - low) / (high - low);
-                1.0 / ((1.0 - smooth) / get("factor") + smooth)
-            };
-            divisor as f32
-        })
-        .collect()
-}
-
-/// Returns the factors of `rope_scaling` as tensors, if the configuration has them.
-fn longrope_factors(config: &Json) -> Vec<(String, Vec<f32>)> {
-    let factors = |kind: &str| {
-        let of = |field: &str| config[field][format!("{kind}_factor")].as_array();
-        let factors = of("rope_scaling").or_else(|| of("rope_parameters"))?;
-        let values = factors.iter().map(|x| x.as_f64().unwrap() as f32).collect();
-        Some((format!("rope_factors_{kind}.weight"), values))
-    };
-    ["short", "long"].into_iter().filter_map(factors).collect()
 }

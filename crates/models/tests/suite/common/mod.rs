@@ -6,7 +6,9 @@ mod ggml;
 mod gguf;
 mod gguf_delta;
 mod gguf_experts;
+mod gguf_gemma4;
 mod gguf_latent;
+mod gguf_rope;
 pub(crate) mod minifloat;
 pub(crate) mod partitions;
 pub(crate) mod saved;
@@ -30,7 +32,7 @@ use serde_json::Value as Json;
 pub(crate) use self::{ggml::*, gguf::*};
 
 /// The project's tiny checkpoints.
-pub(crate) const TINY: [&str; 15] = [
+pub(crate) const TINY: [&str; 17] = [
     "gpt2-tiny",
     "llama-tiny",
     "llama3-rope-tiny",
@@ -46,7 +48,15 @@ pub(crate) const TINY: [&str; 15] = [
     "qwen3_5-tiny",
     "mixtral-tiny",
     "deepseek_v3-tiny",
+    "gemma4-tiny",
+    "gemma4-wide-tiny",
 ];
+
+/// Returns the [`TINY`] checkpoints whose rows are whole blocks of packed weights. `gemma4-tiny`
+/// has rows of 16 numbers.
+pub(crate) fn blocky() -> impl Iterator<Item = &'static str> {
+    TINY.into_iter().filter(|name| *name != "gemma4-tiny")
+}
 
 /// Runs a case on the device of a GPU backend.
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -272,6 +282,12 @@ pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> 
     let path = folder.path().join("model.safetensors");
     let mut tensors = read_tensors(&path);
     change(&mut tensors);
+    write_tensors(&path, tensors);
+    folder
+}
+
+/// Writes tensors to a safetensors file of f32.
+pub(crate) fn write_tensors(path: &Path, tensors: Vec<Named>) {
     let data: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
         .into_iter()
         .map(|(n, shape, values)| (n, shape, values.iter().flat_map(|x| x.to_le_bytes()).collect()))
@@ -279,8 +295,7 @@ pub(crate) fn with_tensors(name: &str, change: impl FnOnce(&mut Vec<Named>)) -> 
     let views = data.iter().map(|(n, shape, bytes)| {
         (n.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
     });
-    safetensors::serialize_to_file(views, None, &path).unwrap();
-    folder
+    safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
 /// Returns the configuration of a Llama with two layers.
