@@ -184,8 +184,8 @@ fn byte_level(
     };
     let Some(pre) = pre_tokenizer(name) else {
         let why = format!(
-            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe, gpt-4o and \
-             deepseek-v3 are supported",
+            "{} has tokenizer.ggml.pre {name}; gpt-2, default, smollm, qwen2, llama-bpe, gpt-4o \
+             and deepseek-v3 are supported",
             path.display()
         );
         return Err(Error::unsupported(format!("pre-tokenizer {name}"), why));
