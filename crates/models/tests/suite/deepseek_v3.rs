@@ -17,8 +17,9 @@ use serde_json::{Value as Json, json};
 use crate::{
     common::{
         GgmlType, GgufTensor, Value, assert_contains, device, expected, failure, gguf_parts,
-        max_difference, partitions, read_tensors, tiny, with_config, with_tensors, write_gguf,
-        write_gguf_file,
+        max_difference,
+        minifloat::{e4m3, nearest},
+        partitions, read_tensors, tiny, with_config, with_tensors, write_gguf, write_gguf_file,
     },
     save::words,
 };

@@ -52,10 +52,10 @@ pub(crate) const TINY: [&str; 17] = [
     "gemma4-wide-tiny",
 ];
 
-/// Returns the [`TINY`] checkpoints whose rows are whole blocks of packed weights. `gemma4-tiny`
-/// has rows of 16 numbers.
+/// Returns the [`TINY`] checkpoints whose rows are whole blocks of packed weights. Those of Gemma 4
+/// have rows of 16 and 48 numbers.
 pub(crate) fn blocky() -> impl Iterator<Item = &'static str> {
-    TINY.into_iter().filter(|name| *name != "gemma4-tiny")
+    TINY.into_iter().filter(|name| !name.starts_with("gemma4"))
 }
 
 /// Runs a case on the device of a GPU backend.
