@@ -67,7 +67,7 @@ fn partitions_equal_the_closed_form() {
         let config: KvCacheConfig = cache.parse().unwrap();
         let ids = random_ids(&mut rng, 1, LEN);
         let whole = model.forward(ids.clone(), config).unwrap();
-        let (largest, mut worst) = (largest(&whole), 0f32);
+        let largest = largest(&whole);
         for case in 0..n {
             let mut state = model.new_cache(config.with_capacity(LEN), 1, &device()).unwrap();
             let mut parts = vec![];
@@ -83,7 +83,6 @@ fn partitions_equal_the_closed_form() {
                 _ => difference.mean(),
             };
             let off = off.into_scalar::<f32>();
-            worst = worst.max(off / largest);
             assert!(off <= tolerance * largest, "{name} {cache}, {case}: {off} of {largest}");
         }
     }
@@ -358,7 +357,8 @@ fn the_plan_of_gemma_4_e2b_is_the_arithmetic_of_its_sizes() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(fn(&mut Json), &[&str]); 11] = [
+    type Change = fn(&mut Json);
+    let cases: [(Change, &[&str]); 11] = [
         (
             |c| c["num_kv_shared_layers"] = json!(6),
             &["num_kv_shared_layers = 6", "below num_hidden_layers 6", "own the caches"],
