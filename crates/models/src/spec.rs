@@ -127,10 +127,11 @@ impl LayerSpec {
         }
     }
 
-    /// Describes a layer of latent attention (DeepSeek-V2, 2024, <https://arxiv.org/abs/2405.04434>)
-    /// whose queries are multiplied into the latent space. All heads attend to one row per token:
-    /// the latent row of `rank` channels, which is the value, then a key of `rotary_dim` channels
-    /// after rope. `of_heads` are the channels that keys and values of a head would have.
+    /// Describes a layer of latent attention (DeepSeek-V2, 2024,
+    /// <https://arxiv.org/abs/2405.04434>) whose queries are multiplied into the latent space. All
+    /// heads attend to one row per token: the latent row of `rank` channels, which is the value,
+    /// then a key of `rotary_dim` channels after rope. `of_heads` are the channels that keys and
+    /// values of a head would have.
     pub fn latent(n_heads: usize, rank: usize, rotary_dim: usize, of_heads: Sides<usize>) -> Self {
         let head_dim = Sides { keys: rank + rotary_dim, values: rank };
         Self { latent: Some(of_heads), ..Self::new(n_heads, 1, head_dim) }

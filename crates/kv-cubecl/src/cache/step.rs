@@ -135,7 +135,8 @@ impl KvCache {
     fn check_rope(&self, op: &'static str, rope: &RopeTable) -> Result<()> {
         check_device(op, "rope", &rope.table().device(), &self.device())?;
         if self.layout.shape().shares_values {
-            let why = "rope would change the first channels of keys, which are the values; apply rope before the call";
+            let why = "rope would change the first channels of keys, which are the values; apply \
+                       rope before the call";
             let what = format!("{op} with a cache whose values are channels of keys");
             return Err(Error::Unsupported { what, why: why.to_string() });
         }

@@ -169,7 +169,7 @@ impl Config {
         }
         if groups_per_token < n_groups && self.has_router_bias() && n_experts / n_groups < 2 {
             let rule = format!(
-                "must leave at least 2 of {n_experts} experts per group, because the best 2 score it"
+                "must leave at least 2 of {n_experts} experts per group, whose best 2 score it"
             );
             return error("n_group", n_groups, rule);
         }
