@@ -384,7 +384,8 @@ mod tests {
                 args(at),
                 4,
             );
-            let dynamic = dynamic_indices(&cuda_source(&format!("delta-convolve-{at}"), &kernel));
+            let source = cuda_source(&format!("delta-convolve-{at}"), &kernel);
+            let dynamic = dynamic_indices(&source);
             assert!(dynamic.is_empty(), "{dynamic:#?}");
             for tiled in [false, true] {
                 let s = settings(UNITS, ExecutionMode::Checked);
@@ -403,7 +404,8 @@ mod tests {
                     tiled,
                 );
                 let name = format!("delta-update-{at}-{tiled}");
-                let dynamic = dynamic_indices(&cuda_source(&name, &kernel));
+                let source = cuda_source(&name, &kernel);
+                let dynamic = dynamic_indices(&source);
                 assert!(dynamic.is_empty(), "{dynamic:#?}");
             }
         }

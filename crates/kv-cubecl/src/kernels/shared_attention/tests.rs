@@ -43,7 +43,8 @@ fn sums_can_live_in_registers() {
                 float,
             );
             let name = format!("shared-{name}{}", if at { "-at" } else { "" });
-            let dynamic = dynamic_indices(&cuda_source(&name, &kernel));
+            let source = cuda_source(&name, &kernel);
+            let dynamic = dynamic_indices(&source);
             assert!(dynamic.is_empty(), "{name}: {dynamic:#?}");
         }
     }

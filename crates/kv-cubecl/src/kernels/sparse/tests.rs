@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     attend::{
-        args::{AttendBlueprint, InputsCompilationArg, UNITS},
+        args::{AttendBlueprint, InputsCompilationArg},
         kernel::attend_rows::AttendRows,
         merge::merge_parts::MergeParts,
     },
@@ -14,7 +14,10 @@ use super::{
 };
 use crate::{
     CacheFloat, KvFormat,
-    kernels::cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+    kernels::{
+        cuda_source::{buffer, cuda_source, dynamic_indices, h200, settings},
+        head_rows::UNITS,
+    },
     sparse::{RowFormat, RowLayout},
 };
 
