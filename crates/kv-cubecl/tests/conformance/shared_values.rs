@@ -331,7 +331,7 @@ fn what_does_not_fit_is_an_error<T: Target>(on: &On<T>) {
     let mut apart = KvCache::new(&KvCacheConfig::float(), shape, on).unwrap();
     let error = KvMemory::Cached(&mut apart).attend_latent(q.on(on), k.on(on), 64);
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("stores values by themselves"), "{error}");
+    assert!(error.contains("stores values separately"), "{error}");
     assert_eq!(apart.len(), 0);
     let mut shared = KvCache::new(&KvCacheConfig::float(), shape.with_shared_values(), on).unwrap();
     for value_dim in [0, 97] {
