@@ -7,7 +7,8 @@ use kv_cubecl::{AttentionOptions, Error, FakeQuantOptions, KvCache, KvMemory, On
 use crate::{
     batch::batch_of,
     common::{
-        CLOSE, Host, Rng, Setup, check_properties, chunk_sizes, close, setups, snapshot, stamp,
+        CLOSE, Host, Rng, Setup, check_properties, chunk_sizes, close, sampled, sampled_count,
+        setups, snapshot, stamp,
     },
     ragged::{ROUNDS, padded, rows_of},
 };
@@ -77,7 +78,7 @@ fn check<T: Target>(on: &On<T>, text: &Setup, sizes: &[usize]) {
 }
 
 fn chunks_see_what_the_owner_sees<T: Target>(on: &On<T>) {
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(NAMES.into_iter().enumerate()) {
         let text = Setup::new(name, [2, 4, 2, 90, 64], 900 + seed as u64);
         for sizes in [vec![90], vec![1; 90], vec![1, 40, 1, 17, 2, 29], vec![33, 1, 1, 55]] {
             check(on, &text, &sizes);
@@ -89,14 +90,14 @@ fn chunks_see_what_the_owner_sees<T: Target>(on: &On<T>) {
 }
 
 fn any_chunks_see_what_the_owner_sees<T: Target>(on: &On<T>) {
-    check_properties(12, setups(), |text| {
+    check_properties(sampled_count::<T>(12), setups(), |text| {
         let sizes = chunk_sizes(&mut Rng::new(text.seed), text.len(), text.len().min(40));
         check(on, &text, &sizes);
     });
 }
 
 fn ragged_calls_see_what_the_owner_sees<T: Target>(on: &On<T>) {
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(NAMES.into_iter().enumerate()) {
         let texts: Vec<Setup> = (0..4)
             .map(|i| Setup::new(name, [1, 4, 2, 60, 64], 950 + 10 * seed as u64 + i))
             .collect();
@@ -132,7 +133,7 @@ fn at(positions: &[i32], device: &Device) -> Tensor<1, Int> {
 }
 
 fn positions_on_the_device<T: Target>(on: &On<T>) {
-    for (seed, name) in NAMES.into_iter().enumerate() {
+    for (seed, name) in sampled::<T, _>(NAMES.into_iter().enumerate()) {
         let text = Setup::new(name, [2, 4, 2, 60, 64], 980 + seed as u64);
         let other = of_other_layer(&text);
         let mut cache = text.cache(on);
