@@ -32,14 +32,45 @@ impl ConfigJson<'_> {
     /// Fails with [`Error::Malformed`] for text that is not JSON, and with [`Error::Config`] for a
     /// field of another type.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
-        serde_json::from_str(self.text).map_err(|error| match self.wrong_field::<T>() {
-            Some((field, value, rule)) => Error::config(self.path, field, value, rule),
-            None => Error::Malformed {
-                path: self.path.into(),
-                format: "config.json",
-                why: error.to_string(),
-            },
+        serde_json::from_str(self.text).map_err(|error| {
+            if let Some((field, value, rule)) = self.wrong_field::<T>() {
+                return Error::config(self.path, field, value, rule);
+            }
+            let why = error.to_string();
+            match why.strip_prefix(MISSING).and_then(|rest| rest.split('`').nth(1)) {
+                Some(field) => Error::config(self.path, field, "missing", "the model needs it"),
+                None => Error::Malformed { path: self.path.into(), format: "config.json", why },
+            }
         })
+    }
+
+    /// Deserializes `T` of the fields, and of `defaults` for fields that are absent or null.
+    ///
+    /// # Errors
+    /// Fails as [`parse`](Self::parse) does.
+    pub(crate) fn parse_with<T: DeserializeOwned>(&self, defaults: Value) -> Result<T> {
+        let mut fields: JsonFields = self.parse()?;
+        fields.retain(|_, value| !value.is_null());
+        if let Value::Object(defaults) = defaults {
+            for (name, value) in defaults {
+                fields.entry(name).or_insert(value);
+            }
+        }
+        let text = Value::Object(fields).to_string();
+        ConfigJson { text: &text, path: self.path }.parse()
+    }
+
+    /// Checks that fields have their only supported value, if they are there.
+    ///
+    /// # Errors
+    /// Fails with [`Error::Config`] for the first one that has another value.
+    pub(crate) fn check_only<const N: usize>(&self, only: [(&str, Value); N]) -> Result<()> {
+        let fields: JsonFields = self.parse()?;
+        let wrong = only.into_iter().find_map(|(name, only)| {
+            let value = fields.get(name).filter(|value| !value.is_null() && **value != only)?;
+            Some(Error::config(self.path, name, shown(value), format!("must be {}", shown(&only))))
+        });
+        wrong.map_or(Ok(()), Err)
     }
 
     /// Returns the text of the fields of the language model. A model with images has them in
@@ -79,13 +110,20 @@ impl ConfigJson<'_> {
         let why = |fields: JsonFields| {
             serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())
         };
-        let missing = why(Map::new());
         let fields: JsonFields = serde_json::from_str(self.text).ok()?;
         fields.into_iter().find_map(|(name, value)| {
             let wrong = why(Map::from_iter([(name.clone(), value.clone())]));
-            Some((name, value, wrong.filter(|wrong| Some(wrong) != missing.as_ref())?))
+            Some((name, value, wrong.filter(|wrong| !wrong.starts_with(MISSING))?))
         })
     }
+}
+
+/// The start of serde's messages about missing fields.
+const MISSING: &str = "missing field";
+
+/// Returns a value as messages have it: texts without quotes.
+fn shown(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_string)
 }
 
 /// A family of models that [`load`](crate::load()) builds; [`register`](crate::register) makes one

@@ -69,6 +69,54 @@ pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
     Err(Error::config(path, field, value, "must be finite and above 0"))
 }
 
+/// Checks a number that must be at most `most`.
+///
+/// # Errors
+/// Returns [`Error::Config`] if it is not.
+pub(crate) fn at_most(path: &Path, field: &str, value: usize, most: usize) -> Result<()> {
+    match value <= most {
+        true => Ok(()),
+        false => Err(Error::config(path, field, value, format!("must be at most {most}"))),
+    }
+}
+
+/// Checks a number of channels that consists of pairs, which rope needs.
+///
+/// # Errors
+/// Returns [`Error::Config`] if it does not.
+pub(crate) fn even(path: &Path, field: &str, value: usize) -> Result<()> {
+    match value % 2 {
+        0 => Ok(()),
+        _ => Err(Error::config(path, field, value, "must be even")),
+    }
+}
+
+/// Checks that the key-value heads in `field` divide the query heads evenly.
+///
+/// # Errors
+/// Returns [`Error::Config`] if they do not.
+pub(crate) fn kv_heads(
+    path: &Path,
+    (field, n_kv_heads): (&str, usize),
+    n_heads: usize,
+) -> Result<()> {
+    match n_heads.is_multiple_of(n_kv_heads) {
+        true => Ok(()),
+        false => {
+            let rule = format!("does not divide num_attention_heads {n_heads}");
+            Err(Error::config(path, field, n_kv_heads, rule))
+        }
+    }
+}
+
+/// Returns `fields`, with those of the object `more` in place of others of the same name.
+pub(crate) fn extended(mut fields: Map<String, Value>, more: Value) -> Map<String, Value> {
+    if let Value::Object(more) = more {
+        fields.extend(more);
+    }
+    fields
+}
+
 /// Returns the channels of a head, for files that give only the width of the model in `field` and
 /// the number of heads in `heads_field`.
 ///
@@ -141,29 +189,13 @@ impl DecoderSizes {
     pub(crate) fn check(&self, path: &Path, more: &[(&str, usize)]) -> Result<()> {
         sizes(path, &self.fields())?;
         sizes(path, more)?;
-        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {}", self.n_heads);
-            return Err(Error::config(path, "num_key_value_heads", self.n_kv_heads, rule));
-        }
-        Ok(())
-    }
-
-    /// Checks that a head consists of pairs of channels, which rope needs.
-    pub(crate) fn check_even_head(&self, path: &Path) -> Result<()> {
-        match self.head_dim % 2 {
-            0 => Ok(()),
-            _ => Err(Error::config(path, "head_dim", self.head_dim, "must be even")),
-        }
+        kv_heads(path, ("num_key_value_heads", self.n_kv_heads), self.n_heads)
     }
 
     /// Returns the fields of `config.json`: the sizes, then the fields of the object `more`.
     pub(crate) fn to_json(&self, more: Value) -> Map<String, Value> {
         let sizes = self.fields().map(|(field, value)| (field.to_string(), json!(value)));
-        let more = match more {
-            Value::Object(more) => more,
-            _ => Map::new(),
-        };
-        sizes.into_iter().chain(more).collect()
+        extended(sizes.into_iter().collect(), more)
     }
 
     /// Returns `layer_types`; the layers in `full` have full attention.

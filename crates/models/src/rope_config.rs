@@ -31,7 +31,7 @@ pub(crate) struct RopeFields {
     beta_fast: Option<f64>,
     beta_slow: Option<f64>,
     mscale: Option<f64>,
-    pub(crate) mscale_all_dim: Option<f64>,
+    mscale_all_dim: Option<f64>,
     truncate: Option<bool>,
 }
 
@@ -45,7 +45,14 @@ impl RopeFields {
         original: Option<f64>,
     ) -> Result<RopeScaling> {
         let field = |name, value| needed(path, name, value);
-        match self.rope_type.as_deref().unwrap_or("default") {
+        let kind = self.rope_type.as_deref().unwrap_or("default");
+        if let Some(mscale) = self.mscale_all_dim.filter(|&mscale| mscale != 0.0)
+            && !matches!(kind, "default" | "yarn")
+        {
+            let rule = "must be 0 with another rope_type than yarn";
+            return Err(Error::config(path, "rope_scaling.mscale_all_dim", mscale, rule));
+        }
+        match kind {
             "default" => Ok(RopeScaling::Default),
             "linear" => Ok(RopeScaling::Linear { factor: field("factor", self.factor)? }),
             "llama3" => Ok(RopeScaling::Llama3 {
@@ -96,6 +103,7 @@ impl RopeFields {
             original_max_positions: original as usize,
             attention_factor,
             truncate: self.truncate.unwrap_or(true),
+            score_mscale: self.mscale_all_dim.unwrap_or(0.0),
         })
     }
 
@@ -192,8 +200,13 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
             beta_slow,
             original_max_positions,
             attention_factor,
+            score_mscale,
             ..
         } => {
+            if !(score_mscale >= 0.0 && (scaling.score_gain() as f32).is_finite()) {
+                let rule = "must be at least 0, and small enough for scores in f32";
+                return Err(Error::config(path, "rope_scaling.mscale_all_dim", score_mscale, rule));
+            }
             let (fast, slow) = (("beta_fast", beta_fast), ("beta_slow", beta_slow));
             let original = ("original_max_position_embeddings", original_max_positions as f64);
             let attention_factor = ("attention_factor", attention_factor);
@@ -301,15 +314,26 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
             original_max_positions,
             attention_factor,
             truncate,
-        } => json!({
-            "rope_type": "yarn",
-            "factor": factor,
-            "beta_fast": beta_fast,
-            "beta_slow": beta_slow,
-            "original_max_position_embeddings": original_max_positions,
-            "attention_factor": attention_factor,
-            "truncate": truncate,
-        }),
+            score_mscale,
+        } => {
+            let mut fields = json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "original_max_position_embeddings": original_max_positions,
+                "attention_factor": attention_factor,
+                "truncate": truncate,
+            });
+            if *score_mscale > 0.0 {
+                fields["mscale_all_dim"] = json!(score_mscale);
+                // Software that does not know `attention_factor` divides by this.
+                if *attention_factor == 1.0 {
+                    fields["mscale"] = json!(score_mscale);
+                }
+            }
+            fields
+        }
     }
 }
 
@@ -361,6 +385,9 @@ pub(crate) fn from_gguf(
     scaling_of_metadata(metadata, context_length)
 }
 
+/// The factor of `mscale_all_dim` in GGUF files.
+const LOG_MULTIPLIER: f64 = 0.1;
+
 /// Returns the scaling that the metadata of a GGUF file names.
 fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result<RopeScaling> {
     let factor = match metadata.float("rope.scaling.factor")? {
@@ -380,14 +407,20 @@ fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result
             let float = |key: &str, default: f64| -> Result<f64> {
                 Ok(metadata.float(&format!("rope.scaling.{key}"))?.unwrap_or(default))
             };
+            let multiplier = float("yarn_log_multiplier", 0.0)?;
             Ok(RopeScaling::Yarn {
                 factor,
                 beta_fast: float("yarn_beta_fast", 32.0)?,
                 beta_slow: float("yarn_beta_slow", 1.0)?,
                 original_max_positions: original.unwrap_or(context_length),
-                // llama.cpp multiplies the optional factor of the file by this.
-                attention_factor: float("attn_factor", 1.0)? * yarn_gain(factor, 1.0),
+                // llama.cpp multiplies the optional factor of the file by this. With a multiplier,
+                // scores grow instead of sines and cosines. Like llama.cpp, this assumes that
+                // `mscale` is `mscale_all_dim`, because files have only the latter.
+                attention_factor: float("attn_factor", 1.0)?
+                    * if multiplier > 0.0 { 1.0 } else { yarn_gain(factor, 1.0) },
                 truncate: true,
+                // Files have f32, in which 0.1 is not exact.
+                score_mscale: f64::from((multiplier / LOG_MULTIPLIER) as f32),
             })
         }
         (other, _) => {

@@ -1,5 +1,6 @@
 //! [`DecoderStack`]: the parts of a decoder that all families share.
 
+mod mlp;
 mod names;
 mod norm;
 mod parts;
@@ -13,8 +14,9 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-pub(crate) use self::names::{LLAMA_GGUF, LLAMA_NAMES};
-pub(crate) use self::sliding::Defaults;
+pub(crate) use self::mlp::MLP;
+pub(crate) use self::names::{LLAMA_GGUF, LLAMA_NAMES, gguf_names};
+pub(crate) use self::sliding::{Defaults, RopeByKind};
 pub use self::{
     norm::{ChannelNorm, FinalNorm},
     parts::{LayerSource, LayerVisitor},

@@ -33,23 +33,8 @@ pub struct LatentAttention {
     pub keys_values: Linear,
     /// The output projection, `[hidden, n_heads * value_dim]`.
     pub output: Linear,
-    /// The channels of a row and of a head.
+    /// True if rope rotates neighboring channels, false if it rotates halves.
     #[module(skip)]
-    pub channels: Channels,
-}
-
-/// The channels of a row and of a head in [`LatentAttention`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Channels {
-    /// The latent row.
-    pub latent: usize,
-    /// A query without rope.
-    pub plain: usize,
-    /// A query or key with rope.
-    pub rotary: usize,
-    /// A value.
-    pub value: usize,
-    /// True if rope rotates neighboring channels.
     pub interleaved: bool,
 }
 
@@ -63,50 +48,42 @@ const EPSILON: f64 = 1e-6;
 
 /// Returns the names of the projections of the input, with their numbers of rows.
 fn qkv(config: &Config) -> [(&'static str, usize); 2] {
-    let query = match config.query_rank {
+    let query = match config.q_lora_rank {
         Some(rank) => ("self_attn.q_a_proj", rank),
-        None => ("self_attn.q_proj", config.n_heads * config.head_dim()),
+        None => ("self_attn.q_proj", config.num_attention_heads * config.head_dim()),
     };
-    [query, ("self_attn.kv_a_proj_with_mqa", config.latent_rank + config.rotary_dim)]
+    [query, ("self_attn.kv_a_proj_with_mqa", config.kv_lora_rank + config.qk_rope_head_dim)]
 }
 
 /// Builds the rows of keys and values. GGUF files have them in two tensors.
 fn keys_values(config: &Config, source: &mut LayerSource<'_>) -> Result<Linear> {
-    let Config { n_heads, latent_rank, plain_dim, value_dim, .. } = *config;
+    let rows = Sides { keys: config.qk_nope_head_dim, values: config.v_head_dim };
+    let (n_heads, rank) = (config.num_attention_heads, config.kv_lora_rank);
     let parts =
         ["k_b_proj", "v_b_proj"].map(|part| source.name(&format!("self_attn.{part}.weight")));
     match source.gguf().filter(|weights| weights.contains(&parts[0])) {
-        Some(weights) => {
-            let rows = Sides { keys: plain_dim, values: value_dim };
-            weights.rows_of_heads(&parts, n_heads, rows, latent_rank)
-        }
-        None => source.linear(KEYS_VALUES, [n_heads * (plain_dim + value_dim), latent_rank], false),
+        Some(weights) => weights.rows_of_heads(&parts, n_heads, rows, rank),
+        None => source.linear(KEYS_VALUES, [n_heads * (rows.keys + rows.values), rank], false),
     }
 }
 
 impl LatentAttention {
     pub(super) fn build(config: &Config, source: &mut LayerSource<'_>) -> Result<Self> {
-        let Config { hidden_size, n_heads, latent_rank, plain_dim, value_dim, .. } = *config;
+        let (hidden_size, n_heads) = (config.hidden_size, config.num_attention_heads);
         let keys_values = keys_values(config, source)?;
         let queries = n_heads * config.head_dim();
-        let query = config.query_rank.map(|rank| source.linear(QUERY, [queries, rank], false));
+        let query = config.q_lora_rank.map(|rank| source.linear(QUERY, [queries, rank], false));
         let mut norm = |name, width| -> Result<RmsNorm> {
             Ok(RmsNorm { epsilon: EPSILON, ..source.norm(name, width)? })
         };
         Ok(Self {
-            query_norm: config.query_rank.map(|rank| norm(QUERY_NORM, rank)).transpose()?,
-            latent_norm: norm(LATENT_NORM, latent_rank)?,
+            query_norm: config.q_lora_rank.map(|rank| norm(QUERY_NORM, rank)).transpose()?,
+            latent_norm: norm(LATENT_NORM, config.kv_lora_rank)?,
             query: query.transpose()?,
             qkv: source.fused(&qkv(config), hidden_size, false)?,
             keys_values,
-            output: source.residual(OUTPUT, [hidden_size, n_heads * value_dim], false)?,
-            channels: Channels {
-                latent: latent_rank,
-                plain: plain_dim,
-                rotary: config.rotary_dim,
-                value: value_dim,
-                interleaved: config.interleaved,
-            },
+            output: source.residual(OUTPUT, [hidden_size, n_heads * config.v_head_dim], false)?,
+            interleaved: config.rope_interleave,
         })
     }
 
@@ -135,12 +112,14 @@ impl LatentAttention {
         norm: &RmsNorm,
         context: LayerContext<'_>,
     ) -> Result<Tensor<3>> {
-        let Channels { latent: rank, plain, rotary, value, .. } = self.channels;
         let LayerContext { rope, index, spec, memory, .. } = context;
-        let Some(rope) = rope else {
-            let why = format!("layer {index} of the spec has no rope");
+        let (Some(rope), Some(of_heads)) = (rope, spec.latent) else {
+            let why = format!("layer {index} of the spec has no rope, or is not latent");
             return Err(Error::unsupported("latent attention", why));
         };
+        let (rank, value) = (spec.head_dim.values, of_heads.values);
+        let rotary = spec.head_dim.keys - rank;
+        let plain = of_heads.keys - rotary;
         let ([batch, seq, _], n_heads) = (x.dims(), spec.n_heads);
 
         let qkv = by_rows(x.clone(), |x| self.qkv.forward_normed(x, norm));
@@ -155,38 +134,37 @@ impl LatentAttention {
         let latent = latent.reshape([batch, 1, seq, rank]);
         let key = qkv.narrow(2, queries + rank, rotary).reshape([batch, 1, seq, rotary]);
 
-        let plain_query = self.latent_queries(query.clone().narrow(3, 0, plain));
+        let plain_query =
+            self.by_heads(query.clone().narrow(3, 0, plain), |w| w.narrow(1, 0, plain));
         let rotary_query = self.rotated(query.narrow(3, plain, rotary), rope);
         let query = Tensor::cat(vec![plain_query, rotary_query], 3);
         let key = Tensor::cat(vec![latent, self.rotated(key, rope)], 3);
-        let heads = self.head_values(memory.attend_latent(query, key, rank)?).swap_dims(1, 2);
-        Ok(self.output.forward_added(heads.reshape([batch, seq, n_heads * value]), x))
+        let rows = memory.attend_latent(query, key, rank)?;
+        let heads = self.by_heads(rows, |w| w.narrow(1, plain, value).swap_dims(1, 2));
+        let heads = heads.swap_dims(1, 2).reshape([batch, seq, n_heads * value]);
+        Ok(self.output.forward_added(heads, x))
     }
 
-    /// Multiplies queries without rope, `[batch, n_heads, seq, plain]`, by the rows of the keys of
-    /// their heads. The products with latent rows are then scores.
-    fn latent_queries(&self, query: Tensor<4>) -> Tensor<4> {
-        let (n_heads, plain) = (query.dims()[1], self.channels.plain);
-        let _span = self.keys_values.weight.read_rows(n_heads * plain);
-        by_heads(query, self.rows_of_heads(n_heads).narrow(1, 0, plain))
-    }
-
-    /// Multiplies sums of latent rows, `[batch, n_heads, seq, latent]`, by the rows of the values
-    /// of each head.
-    fn head_values(&self, heads: Tensor<4>) -> Tensor<4> {
-        let (n_heads, Channels { plain, value, .. }) = (heads.dims()[1], self.channels);
-        let _span = self.keys_values.weight.read_rows(n_heads * value);
-        by_heads(heads, self.rows_of_heads(n_heads).narrow(1, plain, value).swap_dims(1, 2))
-    }
-
-    /// Returns the rows of keys, then of values, `[n_heads, plain + value, latent]`.
-    fn rows_of_heads(&self, n_heads: usize) -> Tensor<3> {
-        let Channels { plain, value, latent, .. } = self.channels;
-        self.keys_values.weight.val().reshape([n_heads, plain + value, latent])
+    /// Multiplies each head by its own part of [`keys_values`](Self::keys_values), which `part`
+    /// takes of the rows of all heads, `[n_heads, plain + value, latent]`.
+    ///
+    /// # Shapes
+    /// - x: `[batch, n_heads, seq, d_input]`
+    /// - what `part` returns: `[n_heads, d_input, d_output]`
+    /// - output: `[batch, n_heads, seq, d_output]`
+    fn by_heads(&self, x: Tensor<4>, part: impl FnOnce(Tensor<3>) -> Tensor<3>) -> Tensor<4> {
+        let [batch, n_heads, seq, d_input] = x.dims();
+        let [rows, rank] = self.keys_values.weight.dims();
+        let weight = self.keys_values.weight.val();
+        let matrices = part(weight.reshape([n_heads, rows / n_heads, rank]));
+        let d_output = matrices.dims()[2];
+        let _span = self.keys_values.weight.read_rows(n_heads * d_input * d_output / rank);
+        let x = x.swap_dims(0, 1).reshape([n_heads, batch * seq, d_input]);
+        x.matmul(matrices).reshape([n_heads, batch, seq, d_output]).swap_dims(0, 1)
     }
 
     fn rotated(&self, x: Tensor<4>, rope: &RopeRows) -> Tensor<4> {
-        match self.channels.interleaved {
+        match self.interleaved {
             true => rope.apply_pairs(x),
             false => rope.apply(x),
         }
@@ -195,17 +173,4 @@ impl LatentAttention {
     pub(super) fn projections(&mut self) -> impl Iterator<Item = &mut Linear> {
         [&mut self.qkv, &mut self.output].into_iter().chain(&mut self.query)
     }
-}
-
-/// Multiplies each head by its own matrix.
-///
-/// # Shapes
-/// - x: `[batch, n_heads, seq, d_input]`
-/// - matrices: `[n_heads, d_input, d_output]`
-/// - output: `[batch, n_heads, seq, d_output]`
-fn by_heads(x: Tensor<4>, matrices: Tensor<3>) -> Tensor<4> {
-    let [batch, n_heads, seq, d_input] = x.dims();
-    let d_output = matrices.dims()[2];
-    let x = x.swap_dims(0, 1).reshape([n_heads, batch * seq, d_input]);
-    x.matmul(matrices).reshape([n_heads, batch, seq, d_output]).swap_dims(0, 1)
 }

@@ -1,15 +1,17 @@
-//! The configuration of DeepSeek-V3: its fields, their rules, and the sizes of the model.
+//! The configuration of DeepSeek-V3: the fields of `config.json`, their rules, and the sizes of the
+//! model.
 
 use std::path::Path;
 
 use kv_cubecl::{AttentionOptions, Sides};
+use serde::{Deserialize, Serialize};
 
-use super::names;
+use super::{json, names};
 use crate::{
     checkpoint::{Weights, quantized::FP8},
-    error::{Error, Result},
+    error::Result,
     family::{ConfigJson, JsonFields},
-    fields::{self, positive, sizes},
+    fields::{self, at_most, positive, sizes},
     gguf::{GgufNames, Metadata},
     moe::{ExpertGroups, ExpertsConfig, Routing, Scores},
     nn::{Rope, RopeScaling},
@@ -19,166 +21,105 @@ use crate::{
 };
 
 /// The configuration of a model, with all defaults filled in.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Config {
-    /// Tokens.
+    /// Tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP of layers without experts.
     pub intermediate_size: usize,
     /// Layers.
-    pub n_layers: usize,
+    pub num_hidden_layers: usize,
     /// Layers after these that predict further tokens. They are not read.
-    pub further_layers: usize,
+    pub num_nextn_predict_layers: usize,
     /// Query heads.
-    pub n_heads: usize,
+    pub num_attention_heads: usize,
     /// Channels of the compressed query; `None` if queries are not compressed.
-    pub query_rank: Option<usize>,
+    pub q_lora_rank: Option<usize>,
     /// Channels of the latent row of a token.
-    pub latent_rank: usize,
+    pub kv_lora_rank: usize,
     /// Channels of a head without rope.
-    pub plain_dim: usize,
+    pub qk_nope_head_dim: usize,
     /// Channels of a head with rope, and of the key that all heads share.
-    pub rotary_dim: usize,
+    pub qk_rope_head_dim: usize,
     /// Channels of a head's value.
-    pub value_dim: usize,
+    pub v_head_dim: usize,
     /// True if rope rotates neighboring channels, false if it rotates halves.
-    pub interleaved: bool,
+    pub rope_interleave: bool,
     /// The first layers, which have an MLP instead of experts.
-    pub dense_layers: usize,
+    pub first_k_dense_replace: usize,
     /// Experts per layer.
-    pub n_experts: usize,
-    /// The width of an expert.
-    pub expert_size: usize,
+    pub n_routed_experts: usize,
+    /// Width of an expert.
+    pub moe_intermediate_size: usize,
     /// The number of experts whose widths together are the width of the shared MLP.
-    pub shared_experts: usize,
+    pub n_shared_experts: usize,
     /// Experts that compute each token.
-    pub experts_per_token: usize,
+    pub num_experts_per_tok: usize,
     /// The scores of experts.
-    pub scores: Scores,
+    pub scoring_func: Scores,
     /// Groups of experts.
-    pub n_groups: usize,
+    pub n_group: usize,
     /// Groups whose experts compete for a token.
-    pub groups_per_token: usize,
+    pub topk_group: usize,
     /// True if the scores of the selected experts are divided by their sum.
-    pub normalized: bool,
+    pub norm_topk_prob: bool,
     /// The factor of the weights of the selected experts.
-    pub routed_scale: f64,
+    pub routed_scaling_factor: f64,
     /// The longest context.
-    pub max_positions: usize,
+    pub max_position_embeddings: usize,
     /// Epsilon of the norms.
-    pub norm_epsilon: f64,
+    pub rms_norm_eps: f64,
     /// True if the output projection is the token embedding.
-    pub tied_head: bool,
+    pub tie_word_embeddings: bool,
     /// Base of the rope frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rope frequencies.
+    /// Scaling of the rope frequencies and of attention scores.
+    #[serde(skip)]
     pub rope_scaling: RopeScaling,
-    /// `mscale_all_dim` of YaRN, by which the scale of scores grows; 0 for no growth.
-    pub score_mscale: f64,
 }
 
 impl Config {
     /// Returns the channels of a query or key before queries are multiplied into the latent space.
     pub fn head_dim(&self) -> usize {
-        self.plain_dim + self.rotary_dim
+        self.qk_nope_head_dim + self.qk_rope_head_dim
     }
 
     /// Returns the factor of attention scores.
     pub fn score_scale(&self) -> f64 {
-        let gain = match self.rope_scaling {
-            RopeScaling::Yarn { factor, .. } => rope_config::yarn_gain(factor, self.score_mscale),
-            _ => 1.0,
-        };
-        gain * gain / (self.head_dim() as f64).sqrt()
+        self.rope_scaling.score_gain() / (self.head_dim() as f64).sqrt()
     }
 
-    /// Returns whether the selection of experts has a bias for each expert.
-    pub fn has_router_bias(&self) -> bool {
-        self.scores == Scores::Sigmoid
+    fn groups(&self) -> ExpertGroups {
+        // DeepSeek-V2 scores a group by its best expert, and DeepSeek-V3 by its best two.
+        let per_score = if self.scoring_func == Scores::Sigmoid { 2 } else { 1 };
+        ExpertGroups { n_groups: self.n_group, selected: self.topk_group, per_score }
     }
 
     /// Returns the experts of a layer, counted from 0; `None` for a layer with an MLP.
     pub fn experts(&self, layer: usize) -> Option<ExpertsConfig> {
-        if layer < self.dense_layers {
-            return None;
-        }
-        let groups = ExpertGroups {
-            n_groups: self.n_groups,
-            selected: self.groups_per_token,
-            // DeepSeek-V2 scores a group by its best expert, and DeepSeek-V3 by its best two.
-            per_score: if self.has_router_bias() { 2 } else { 1 },
-        };
         let routing = Routing {
-            per_token: self.experts_per_token,
-            scores: self.scores,
-            normalized: self.normalized,
-            scale: self.routed_scale,
-            groups: (groups.selected < groups.n_groups).then_some(groups),
+            per_token: self.num_experts_per_tok,
+            scores: self.scoring_func,
+            normalized: self.norm_topk_prob,
+            scale: self.routed_scaling_factor,
+            groups: (self.topk_group < self.n_group).then(|| self.groups()),
             f32_logits: true,
         };
-        Some(ExpertsConfig {
-            n_experts: self.n_experts,
-            width: self.expert_size,
+        let shared = self.n_shared_experts * self.moe_intermediate_size;
+        (layer >= self.first_k_dense_replace).then_some(ExpertsConfig {
+            n_experts: self.n_routed_experts,
+            width: self.moe_intermediate_size,
             routing,
-            has_bias: self.has_router_bias(),
-            shared: (self.shared_experts > 0).then(|| self.shared_experts * self.expert_size),
+            has_bias: self.scoring_func == Scores::Sigmoid,
+            shared: (shared > 0).then_some(shared),
         })
-    }
-
-    pub(super) fn sizes(&self) -> [(&'static str, usize); 16] {
-        [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.n_layers),
-            ("num_attention_heads", self.n_heads),
-            ("num_key_value_heads", self.n_heads),
-            ("kv_lora_rank", self.latent_rank),
-            ("qk_nope_head_dim", self.plain_dim),
-            ("qk_rope_head_dim", self.rotary_dim),
-            ("v_head_dim", self.value_dim),
-            ("n_routed_experts", self.n_experts),
-            ("moe_intermediate_size", self.expert_size),
-            ("num_experts_per_tok", self.experts_per_token),
-            ("n_group", self.n_groups),
-            ("topk_group", self.groups_per_token),
-            ("max_position_embeddings", self.max_positions),
-        ]
-    }
-
-    /// Checks that the groups of experts can be formed, and that a token finds its experts in them.
-    fn check_groups(&self, path: &Path) -> Result<()> {
-        let Self { n_experts, n_groups, groups_per_token, experts_per_token, .. } = *self;
-        let error = |field: &str, value, rule| Err(Error::config(path, field, value, rule));
-        if !n_experts.is_multiple_of(n_groups) {
-            return error("n_group", n_groups, format!("must divide n_routed_experts {n_experts}"));
-        }
-        if groups_per_token > n_groups {
-            let rule = format!("must be at most n_group {n_groups}");
-            return error("topk_group", groups_per_token, rule);
-        }
-        let in_groups = n_experts / n_groups * groups_per_token;
-        if experts_per_token > in_groups {
-            let rule = format!(
-                "must be at most {in_groups}, the experts in topk_group {groups_per_token} of \
-                 n_group {n_groups} groups; raise topk_group"
-            );
-            return error("num_experts_per_tok", experts_per_token, rule);
-        }
-        if groups_per_token < n_groups && self.has_router_bias() && n_experts / n_groups < 2 {
-            let rule = format!(
-                "must leave at least 2 of {n_experts} experts per group, whose best 2 score it"
-            );
-            return error("n_group", n_groups, rule);
-        }
-        Ok(())
     }
 }
 
 impl DecoderConfig for Config {
-    const MODEL_TYPES: &'static [&'static str] = &["deepseek_v3", "deepseek_v2", "kimi_k2"];
+    const MODEL_TYPES: &'static [&'static str] = &["deepseek_v3", json::V2, "kimi_k2"];
     const QUANTIZATIONS: &'static [&'static str] = &[FP8];
     const GGUF: &'static [(&'static str, GgufNames)] = &[("deepseek2", names::GGUF)];
 
@@ -191,69 +132,66 @@ impl DecoderConfig for Config {
     }
 
     fn check(&self, path: &Path) -> Result<()> {
-        fields::layers(path, "num_hidden_layers", self.n_layers)?;
-        sizes(path, &self.sizes())?;
-        if let Some(rank) = self.query_rank {
-            sizes(path, &[("q_lora_rank", rank)])?;
-        }
-        if !self.rotary_dim.is_multiple_of(2) {
-            return Err(Error::config(path, "qk_rope_head_dim", self.rotary_dim, "must be even"));
-        }
-        fields::experts(path, ("n_routed_experts", self.n_experts), self.experts_per_token)?;
-        self.check_groups(path)?;
-        for (field, most, value) in [
-            ("n_shared_experts", 1 << 16, self.shared_experts),
-            ("num_nextn_predict_layers", 64, self.further_layers),
-        ] {
-            if value > most {
-                return Err(Error::config(path, field, value, format!("must be at most {most}")));
-            }
-        }
-        for (field, value) in [
-            ("routed_scaling_factor", self.routed_scale),
-            ("rms_norm_eps", self.norm_epsilon),
-            ("rope_theta", self.rope_theta),
-        ] {
-            positive(path, field, value)?;
-        }
-        let mscale =
-            |rule| Err(Error::config(path, "rope_scaling.mscale_all_dim", self.score_mscale, rule));
-        if !(self.score_mscale >= 0.0 && (self.score_scale() as f32).is_finite()) {
-            return mscale("must be at least 0, and small enough for scores in f32");
-        }
-        if self.score_mscale > 0.0
-            && !matches!(self.rope_scaling, RopeScaling::Yarn { .. } | RopeScaling::Default)
-        {
-            return mscale("must be 0 with another rope_type than yarn");
-        }
-        rope_config::check(path, &self.rope_scaling, self.rotary_dim)
+        let rotary_dim = self.qk_rope_head_dim;
+        fields::layers(path, "num_hidden_layers", self.num_hidden_layers)?;
+        sizes(
+            path,
+            &[
+                ("vocab_size", self.vocab_size),
+                ("hidden_size", self.hidden_size),
+                ("intermediate_size", self.intermediate_size),
+                ("num_attention_heads", self.num_attention_heads),
+                ("q_lora_rank", self.q_lora_rank.unwrap_or(1)),
+                ("kv_lora_rank", self.kv_lora_rank),
+                ("qk_nope_head_dim", self.qk_nope_head_dim),
+                ("qk_rope_head_dim", rotary_dim),
+                ("v_head_dim", self.v_head_dim),
+                ("moe_intermediate_size", self.moe_intermediate_size),
+                ("n_group", self.n_group),
+                ("topk_group", self.topk_group),
+                ("max_position_embeddings", self.max_position_embeddings),
+            ],
+        )?;
+        let experts = ("n_routed_experts", self.n_routed_experts);
+        fields::experts(path, experts, self.num_experts_per_tok)?;
+        self.groups().check(path, self.n_routed_experts, self.num_experts_per_tok)?;
+        fields::even(path, "qk_rope_head_dim", rotary_dim)?;
+        at_most(path, "n_shared_experts", self.n_shared_experts, 1 << 16)?;
+        at_most(path, "num_nextn_predict_layers", self.num_nextn_predict_layers, 64)?;
+        positive(path, "routed_scaling_factor", self.routed_scaling_factor)?;
+        positive(path, "rms_norm_eps", self.rms_norm_eps)?;
+        positive(path, "rope_theta", self.rope_theta)?;
+        rope_config::check(path, &self.rope_scaling, rotary_dim)
     }
 
     fn spec(&self) -> ModelSpec {
-        let Self { vocab_size, hidden_size, max_positions, n_layers, latent_rank, .. } = *self;
-        let of_heads = Sides { keys: self.head_dim(), values: self.value_dim };
+        let Self { vocab_size, hidden_size, qk_rope_head_dim: rotary_dim, .. } = *self;
+        let of_heads = Sides { keys: self.head_dim(), values: self.v_head_dim };
         let options = AttentionOptions::default().with_scale(self.score_scale() as f32);
-        let layer = LayerSpec::latent(self.n_heads, latent_rank, self.rotary_dim, of_heads);
-        let layer = layer.with_options(options);
-        let rope = Rope::new(self.rotary_dim, self.rope_theta, &self.rope_scaling);
-        ModelSpec::uniform(vocab_size, hidden_size, max_positions, n_layers, layer).with_rope(rope)
+        let heads = self.num_attention_heads;
+        let layer = LayerSpec::latent(heads, self.kv_lora_rank, rotary_dim, of_heads);
+        let (layer, n_layers) = (layer.with_options(options), self.num_hidden_layers);
+        let rope = Rope::new(rotary_dim, self.rope_theta, &self.rope_scaling);
+        ModelSpec::uniform(vocab_size, hidden_size, self.max_position_embeddings, n_layers, layer)
+            .with_rope(rope)
     }
 
     fn tied_head(&self) -> bool {
-        self.tied_head
+        self.tie_word_embeddings
     }
 
     fn norm_epsilon(&self) -> f64 {
-        self.norm_epsilon
+        self.rms_norm_eps
     }
 
     fn unused(&self) -> Vec<(String, &'static str)> {
-        let further = self.n_layers..self.n_layers + self.further_layers;
+        let first = self.num_hidden_layers;
         let what = "the prediction of several tokens at once";
+        let further = first..first + self.num_nextn_predict_layers;
         further.map(|layer| (format!("layers.{layer}."), what)).collect()
     }
 
-    fn to_json(&self, _: &Path) -> Result<JsonFields> {
-        Ok(self.fields())
+    fn to_json(&self, path: &Path) -> Result<JsonFields> {
+        self.fields(path)
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     checkpoint::quantized::FP8,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{experts, layers, positive, required, sizes},
+    fields::{even, experts, extended, layers, positive, required, sizes},
     nn::{Rope, RopeScaling},
     rope_config::{self, RopeFields},
     spec::{LayerSpec, ModelSpec},
@@ -341,9 +341,7 @@ impl DecoderConfig for Config {
             let rule = format!("must divide num_attention_heads {}", self.n_heads);
             return Err(Error::config(path, "o_groups", self.output_groups, rule));
         }
-        if !self.rotary_dim.is_multiple_of(2) {
-            return Err(Error::config(path, "qk_rope_head_dim", self.rotary_dim, "must be even"));
-        }
+        even(path, "qk_rope_head_dim", self.rotary_dim)?;
         for (field, value) in [("head_dim", self.head_dim), ("index_head_dim", self.index_head_dim)]
         {
             if value < self.rotary_dim {
@@ -430,10 +428,6 @@ impl DecoderConfig for Config {
             },
         });
         let sizes = self.sizes().map(|(field, value)| (field.to_string(), json!(value)));
-        let mut all: Map<String, Value> = sizes.into_iter().collect();
-        if let Value::Object(more) = more {
-            all.extend(more);
-        }
-        Ok(all)
+        Ok(extended(sizes.into_iter().collect(), more))
     }
 }

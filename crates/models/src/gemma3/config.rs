@@ -16,7 +16,7 @@ use crate::{
     nn::{Rope, RopeScaling},
     rope_config::RopeFields,
     spec::ModelSpec,
-    stack::{DecoderConfig, Defaults, SlidingConfig},
+    stack::{DecoderConfig, Defaults, RopeByKind, SlidingConfig},
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -45,23 +45,16 @@ const LOCAL_THETA: f64 = 1e4;
 
 #[derive(Deserialize)]
 struct Raw {
-    hidden_activation: Option<String>,
     attn_logit_softcapping: Option<f32>,
     final_logit_softcapping: Option<f32>,
     use_bidirectional_attention: Option<bool>,
     query_pre_attn_scalar: Option<f64>,
     rope_theta: Option<f64>,
+    rope_parameters: Option<RopeByKind>,
+    /// Older files have `rope_theta` and `rope_scaling` for layers that see all tokens, and this
+    /// for the others.
     rope_local_base_freq: Option<f64>,
     rope_scaling: Option<RopeFields>,
-    rope_parameters: Option<RopeByKind>,
-}
-
-/// The ropes by the kind of layer. Older files have `rope_theta` and `rope_scaling` for layers that
-/// see all tokens, and `rope_local_base_freq` for the others.
-#[derive(Deserialize)]
-struct RopeByKind {
-    full_attention: RopeFields,
-    sliding_attention: RopeFields,
 }
 
 impl Raw {
@@ -70,10 +63,6 @@ impl Raw {
             let why = format!("{} has {field} {value}", path.display());
             Err(Error::unsupported(what, why))
         };
-        let act = self.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh");
-        if act != "gelu_pytorch_tanh" {
-            return refuse("activation", "hidden_activation", act);
-        }
         if self.use_bidirectional_attention == Some(true) {
             return refuse("attention to later tokens", "use_bidirectional_attention", "true");
         }
@@ -90,32 +79,23 @@ impl DecoderConfig for Config {
 
     fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
+        json.check_only([("hidden_activation", json!("gelu_pytorch_tanh"))])?;
         raw.check_supported(path)?;
         let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
-        let (full, local) = match raw.rope_parameters {
-            Some(RopeByKind { full_attention, sliding_attention }) => {
-                (Some(full_attention), Some(sliding_attention))
-            }
-            None => (raw.rope_scaling, None),
+        let max_positions = shared.max_positions;
+        let (full, local_theta) = match &raw.rope_parameters {
+            Some(ropes) => (Some(&ropes.full_attention), ropes.local_theta(path, max_positions)?),
+            None => (raw.rope_scaling.as_ref(), None),
         };
-        let scaling = |rope: Option<&RopeFields>| match rope {
-            Some(rope) => rope.scaling(path, shared.max_positions, None),
-            None => Ok(RopeScaling::Default),
-        };
-        if scaling(local.as_ref())? != RopeScaling::Default {
-            let rule = "only layers that see all tokens support it";
-            let why = format!("{} has it; {rule}", path.display());
-            return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
+        if let Some(rope) = full {
+            shared.rope_scaling = rope.scaling(path, max_positions, None)?;
         }
-        let theta = |rope: Option<&RopeFields>, old: Option<f64>, default| {
-            rope.and_then(|rope| rope.rope_theta).or(old).unwrap_or(default)
-        };
-        shared.rope_scaling = scaling(full.as_ref())?;
-        shared.rope_theta = theta(full.as_ref(), raw.rope_theta, DEFAULTS.rope_theta);
+        let theta = full.and_then(|rope| rope.rope_theta).or(raw.rope_theta);
+        shared.rope_theta = theta.unwrap_or(DEFAULTS.rope_theta);
         Ok(Self {
             query_scalar: raw.query_pre_attn_scalar.unwrap_or(shared.head_dim as f64),
             softcap: raw.attn_logit_softcapping,
-            local_rope_theta: theta(local.as_ref(), raw.rope_local_base_freq, LOCAL_THETA),
+            local_rope_theta: local_theta.or(raw.rope_local_base_freq).unwrap_or(LOCAL_THETA),
             shared,
         })
     }

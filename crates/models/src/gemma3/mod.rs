@@ -6,3 +6,4 @@ mod names;
 
 pub use config::Config;
 pub use model::{Gemma3, Layer};
+pub(crate) use names::GGUF;

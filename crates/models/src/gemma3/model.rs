@@ -9,7 +9,7 @@ use crate::{
     decoder::Role,
     error::Result,
     nn::{GatedMlp, Gating, Linear, QkNorms, RmsNorm, by_rows},
-    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, MLP},
 };
 
 /// Gemma 3, <https://arxiv.org/abs/2503.19786>.
@@ -64,19 +64,14 @@ impl DecoderLayer for Layer {
             post_mlp_norm: source.norm_plus_one(POST_MLP, width)?,
             qkv: source.fused(&shared.qkv(), width, bias)?,
             output: source.residual("self_attn.o_proj", [width, heads], bias)?,
-            mlp: GatedMlp {
-                gate_up: source.fused(&gate_up(config), width, false)?,
-                down: source.residual("mlp.down_proj", [width, wide], false)?,
-                gating: Gating::GeluTanh,
-            },
+            mlp: source.mlp(&MLP, [width, wide], Gating::GeluTanh)?,
         })
     }
 
     fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
         visitor.fused(Role::Qkv, &config.shared.qkv(), &self.qkv);
         visitor.linear(Role::AttentionOutput, "self_attn.o_proj", &self.output);
-        visitor.fused(Role::Mlp, &gate_up(config), &self.mlp.gate_up);
-        visitor.linear(Role::Mlp, "mlp.down_proj", &self.mlp.down);
+        visitor.mlp(&MLP, &self.mlp);
         visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
         let names = ["self_attn.q_norm", "self_attn.k_norm"];
         visitor.qk_norms(Role::AttentionNorm, names, &self.qk_norms);
@@ -102,8 +97,4 @@ impl DecoderLayer for Layer {
     fn final_norm(_: &Config, width: usize, source: &mut LayerSource<'_>) -> Result<RmsNorm> {
         source.norm_plus_one(Self::NORM, width)
     }
-}
-
-fn gate_up(config: &Config) -> [(&'static str, usize); 2] {
-    ["mlp.gate_proj", "mlp.up_proj"].map(|name| (name, config.shared.intermediate_size))
 }

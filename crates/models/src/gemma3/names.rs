@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::Names,
     gguf::GgufNames,
-    stack::{LLAMA_GGUF, LLAMA_NAMES},
+    stack::{LLAMA_NAMES, gguf_names},
 };
 
 pub(super) const NAMES: Names = Names {
@@ -12,21 +12,8 @@ pub(super) const NAMES: Names = Names {
     ..LLAMA_NAMES
 };
 
-pub(super) const GGUF: GgufNames = GgufNames {
-    inner: &[
-        ("attn_norm", "input_layernorm"),
-        ("post_attention_norm", "post_attention_layernorm"),
-        ("ffn_norm", "pre_feedforward_layernorm"),
-        ("post_ffw_norm", "post_feedforward_layernorm"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ],
-    ..LLAMA_GGUF
-};
+pub(crate) const GGUF: GgufNames = gguf_names(&[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("ffn_norm", "pre_feedforward_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+]);

@@ -3,14 +3,19 @@
 use std::path::Path;
 
 use kv_cubecl::AttentionOptions;
+use serde_json::{Map, Value};
 
+use super::{file, names};
 use crate::{
+    checkpoint::Weights,
     error::{Error, Result},
-    fields::{FULL, SLIDING, positive, sizes},
+    family::ConfigJson,
+    fields::{FULL, SLIDING, even, kv_heads, positive, sizes},
+    gguf::{GgufNames, Metadata},
     nn::{Rope, RopeScaling},
     rope_config,
     spec::{LayerSpec, ModelSpec},
-    stack::SlidingConfig,
+    stack::{DecoderConfig, SlidingConfig},
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -94,33 +99,35 @@ impl Config {
         }
         Ok(())
     }
+}
 
-    /// Checks all fields.
-    pub(super) fn check_fields(&self, path: &Path) -> Result<()> {
+impl DecoderConfig for Config {
+    const MODEL_TYPES: &'static [&'static str] = &["gemma4", "gemma4_text"];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma4", names::GGUF)];
+
+    fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
+        file::read(&ConfigJson { text: &json.text_fields()?, ..*json })
+    }
+
+    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        file::read_gguf(metadata, weights)
+    }
+
+    fn check(&self, path: &Path) -> Result<()> {
         let (n_heads, head_dim) = (self.shared.n_heads, self.global_head_dim);
         self.shared.check(path)?;
         let kv = ("num_global_key_value_heads", self.global_kv_heads);
         sizes(path, &[("global_head_dim", head_dim), kv])?;
-        if !n_heads.is_multiple_of(self.global_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {n_heads}");
-            return Err(Error::config(path, kv.0, kv.1, rule));
-        }
-        if !head_dim.is_multiple_of(2) {
-            return Err(Error::config(path, "global_head_dim", head_dim, "must be even"));
-        }
+        kv_heads(path, kv, n_heads)?;
+        even(path, "global_head_dim", head_dim)?;
         rope_config::check(path, &self.global_rope, head_dim)?;
         positive(path, "rope_parameters.sliding_attention.rope_theta", self.local_rope_theta)?;
-        if self.per_layer_inputs > 0 {
-            sizes(path, &[("hidden_size_per_layer_input", self.per_layer_inputs)])?;
-        }
-        if let Some(cap) = self.logit_softcap {
-            positive(path, "final_logit_softcapping", cap)?;
-        }
+        sizes(path, &[("hidden_size_per_layer_input", self.per_layer_inputs.max(1))])?;
+        positive(path, "final_logit_softcapping", self.logit_softcap.unwrap_or(1.0))?;
         self.check_shared_layers(path)
     }
 
-    /// Returns the sizes of the model, layer by layer.
-    pub(super) fn sizes(&self) -> ModelSpec {
+    fn spec(&self) -> ModelSpec {
         let options = AttentionOptions::default().with_scale(1.0);
         let local = Rope::new(self.shared.head_dim, self.local_rope_theta, &RopeScaling::Default);
         let layer = self.shared.layer().with_options(options);
@@ -139,5 +146,25 @@ impl Config {
             }
         }
         spec.with_per_layer_inputs(self.per_layer_inputs)
+    }
+
+    fn norm_epsilon(&self) -> f64 {
+        self.shared.norm_epsilon
+    }
+
+    fn embedding_scale(&self) -> Option<f64> {
+        Some((self.shared.hidden_size as f64).sqrt())
+    }
+
+    fn tied_head(&self) -> bool {
+        self.shared.tied_head
+    }
+
+    fn logit_softcap(&self) -> Option<f64> {
+        self.logit_softcap
+    }
+
+    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
+        Ok(file::to_json(self))
     }
 }

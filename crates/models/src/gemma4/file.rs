@@ -5,16 +5,15 @@ use std::{collections::BTreeMap, path::Path};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{config::Config, names};
+use super::Config;
 use crate::{
     checkpoint::Weights,
     error::{Error, Result},
     family::ConfigJson,
-    gguf::{GgufNames, Metadata},
+    gguf::Metadata,
     nn::RopeScaling,
-    rope_config::{self, RopeFields},
-    spec::ModelSpec,
-    stack::{DecoderConfig, Defaults, SlidingConfig},
+    rope_config,
+    stack::{Defaults, RopeByKind, SlidingConfig},
 };
 
 /// The published models. Every sixth layer sees all tokens.
@@ -32,7 +31,6 @@ const PER_LAYER_INPUTS: usize = 256;
 
 #[derive(Deserialize)]
 struct Raw {
-    hidden_activation: Option<String>,
     final_logit_softcapping: Option<f64>,
     use_bidirectional_attention: Option<String>,
     vocab_size_per_layer_input: Option<usize>,
@@ -61,22 +59,12 @@ struct Override {
     num_key_value_heads: Option<usize>,
 }
 
-#[derive(Deserialize)]
-struct RopeByKind {
-    full_attention: RopeFields,
-    sliding_attention: RopeFields,
-}
-
 impl Raw {
     fn check_supported(&self, path: &Path, vocab_size: usize) -> Result<()> {
         let refuse = |what: &str, field: &str, value: &str| {
             let why = format!("{} has {field} {value}", path.display());
             Err(Error::unsupported(what, why))
         };
-        let act = self.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh");
-        if act != "gelu_pytorch_tanh" {
-            return refuse("activation", "hidden_activation", act);
-        }
         if self.enable_moe_block == Some(true) {
             return refuse("experts in Gemma 4", "enable_moe_block", "true");
         }
@@ -127,9 +115,10 @@ impl Raw {
     }
 }
 
-fn read(json: &ConfigJson<'_>) -> Result<Config> {
+pub(super) fn read(json: &ConfigJson<'_>) -> Result<Config> {
     let (raw, path) = (json.parse::<Raw>()?, json.path);
     let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
+    json.check_only([("hidden_activation", json!("gelu_pytorch_tanh"))])?;
     raw.check_supported(path, shared.vocab_size)?;
     if !shared.full_layers.contains(&(shared.n_layers - 1)) {
         let rule = "must be full_attention, as in transformers, which changes it without an error";
@@ -138,17 +127,11 @@ fn read(json: &ConfigJson<'_>) -> Result<Config> {
     let [global_head_dim, global_kv_heads] = raw.global_heads(path, &shared)?;
     let mut local_rope_theta = LOCAL_THETA;
     let mut global_rope = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
-    if let Some(RopeByKind { full_attention, sliding_attention }) = &raw.rope_parameters {
-        let local = sliding_attention.scaling(path, shared.max_positions, None)?;
-        let partial = sliding_attention.partial_rotary_factor.unwrap_or(1.0);
-        if local != RopeScaling::Default || partial != 1.0 {
-            let rule = "only layers that see all tokens support it";
-            let why = format!("{} has it; {rule}", path.display());
-            return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
-        }
-        local_rope_theta = sliding_attention.rope_theta.unwrap_or(LOCAL_THETA);
-        global_rope = full_attention.scaling_of_head(path, shared.max_positions)?;
-        shared.rope_theta = full_attention.rope_theta.unwrap_or(DEFAULTS.rope_theta);
+    if let Some(ropes) = &raw.rope_parameters {
+        let full = &ropes.full_attention;
+        local_rope_theta = ropes.local_theta(path, shared.max_positions)?.unwrap_or(LOCAL_THETA);
+        global_rope = full.scaling_of_head(path, shared.max_positions)?;
+        shared.rope_theta = full.rope_theta.unwrap_or(DEFAULTS.rope_theta);
     }
     Ok(Config {
         global_head_dim,
@@ -164,7 +147,7 @@ fn read(json: &ConfigJson<'_>) -> Result<Config> {
     })
 }
 
-fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Config> {
+pub(super) fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Config> {
     let path = metadata.path();
     // The sizes that differ by layer may be arrays; tensors have them, too.
     let width = weights.rows("layers.0.mlp.gate_proj.weight")?;
@@ -211,7 +194,7 @@ fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Config> {
 
 /// Returns the fields that [`read`] reads, as transformers writes them, and those of its older
 /// versions.
-fn to_json(config: &Config) -> Map<String, Value> {
+pub(super) fn to_json(config: &Config) -> Map<String, Value> {
     let Config { shared, global_head_dim, global_kv_heads, .. } = config;
     let of_layer = json!({"head_dim": global_head_dim, "num_key_value_heads": global_kv_heads});
     let layers: Map<String, Value> =
@@ -241,45 +224,4 @@ fn to_json(config: &Config) -> Map<String, Value> {
     fields.remove("rope_theta");
     fields.remove("rope_scaling");
     fields
-}
-
-impl DecoderConfig for Config {
-    const MODEL_TYPES: &'static [&'static str] = &["gemma4", "gemma4_text"];
-    const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma4", names::GGUF)];
-
-    fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
-        read(&ConfigJson { text: &json.text_fields()?, ..*json })
-    }
-
-    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
-        read_gguf(metadata, weights)
-    }
-
-    fn check(&self, path: &Path) -> Result<()> {
-        self.check_fields(path)
-    }
-
-    fn spec(&self) -> ModelSpec {
-        self.sizes()
-    }
-
-    fn norm_epsilon(&self) -> f64 {
-        self.shared.norm_epsilon
-    }
-
-    fn embedding_scale(&self) -> Option<f64> {
-        Some((self.shared.hidden_size as f64).sqrt())
-    }
-
-    fn tied_head(&self) -> bool {
-        self.shared.tied_head
-    }
-
-    fn logit_softcap(&self) -> Option<f64> {
-        self.logit_softcap
-    }
-
-    fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
-        Ok(to_json(self))
-    }
 }

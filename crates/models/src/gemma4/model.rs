@@ -12,7 +12,7 @@ use crate::{
     decoder::Role,
     error::Result,
     nn::{GatedMlp, Gating, Linear, RmsNorm, by_rows, gated},
-    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, MLP},
 };
 
 /// Gemma 4.
@@ -58,10 +58,6 @@ const PROJECTION: &str = "per_layer_projection";
 const POST_INPUT: &str = "post_per_layer_input_norm";
 const SCALAR: &str = "layer_scalar";
 
-fn gate_up(wide: usize) -> [(&'static str, usize); 2] {
-    [("mlp.gate_proj", wide), ("mlp.up_proj", wide)]
-}
-
 impl PerLayer {
     fn build(hidden: usize, width: usize, source: &mut LayerSource<'_>) -> Result<Self> {
         Ok(Self {
@@ -102,11 +98,7 @@ impl DecoderLayer for Layer {
             attention: Attention::build(config, source)?,
             post_attention_norm: source.norm(POST_ATTENTION, hidden)?,
             mlp_norm: source.norm(MLP_NORM, hidden)?,
-            mlp: GatedMlp {
-                gate_up: source.fused(&gate_up(wide), hidden, false)?,
-                down: source.residual("mlp.down_proj", [hidden, wide], false)?,
-                gating: Gating::GeluTanh,
-            },
+            mlp: source.mlp(&MLP, [hidden, wide], Gating::GeluTanh)?,
             post_mlp_norm: source.norm(POST_MLP, hidden)?,
             scalar: source.vector(SCALAR, 1, 1.0)?,
         })
@@ -114,9 +106,7 @@ impl DecoderLayer for Layer {
 
     fn visit_parts(&self, config: &Config, visitor: &mut LayerVisitor<'_>) {
         self.attention.visit(config, visitor.index(), visitor);
-        let wide = self.mlp.down.weight.dims()[1];
-        visitor.fused(Role::Mlp, &gate_up(wide), &self.mlp.gate_up);
-        visitor.linear(Role::Mlp, "mlp.down_proj", &self.mlp.down);
+        visitor.mlp(&MLP, &self.mlp);
         if let Some(per_layer) = &self.per_layer {
             per_layer.visit(visitor);
         }

@@ -1,10 +1,6 @@
 //! The tensor names of Gemma 4.
 
-use crate::{
-    checkpoint::Names,
-    gguf::GgufNames,
-    stack::{LLAMA_GGUF, LLAMA_NAMES},
-};
+use crate::{checkpoint::Names, gemma3, gguf::GgufNames, stack::LLAMA_NAMES};
 
 pub(super) const NAMES: Names = Names {
     family: "Gemma 4",
@@ -23,31 +19,16 @@ pub(super) const NAMES: Names = Names {
 
 pub(super) const GGUF: GgufNames = GgufNames {
     outer: &[
-        ("token_embd", "embed_tokens"),
-        ("output_norm", "norm"),
-        ("output", "lm_head"),
         ("per_layer_token_embd", "embed_tokens_per_layer"),
         ("per_layer_model_proj", "per_layer_model_projection"),
         ("per_layer_proj_norm", "per_layer_projection_norm"),
     ],
     inner: &[
-        ("attn_norm", "input_layernorm"),
-        ("post_attention_norm", "post_attention_layernorm"),
-        ("ffn_norm", "pre_feedforward_layernorm"),
-        ("post_ffw_norm", "post_feedforward_layernorm"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_down", "mlp.down_proj"),
         ("inp_gate", "per_layer_input_gate"),
         ("proj", "per_layer_projection"),
         ("post_norm", "post_per_layer_input_norm"),
         ("layer_output_scale", "layer_scalar"),
     ],
-    ..LLAMA_GGUF
+    base: Some(&gemma3::GGUF),
+    ..gemma3::GGUF
 };

@@ -8,6 +8,8 @@ pub struct GgufNames {
     pub outer: &'static [(&'static str, &'static str)],
     /// The tensors of a layer: GGUF, Hugging Face.
     pub inner: &'static [(&'static str, &'static str)],
+    /// The names of tensors that the tables above do not have.
+    pub base: Option<&'static Self>,
 }
 
 impl GgufNames {
@@ -27,12 +29,14 @@ impl GgufNames {
             if to_hugging_face { (gguf, hf) } else { (hf, gguf) }
         };
         let (from, to) = pick(&self.layer);
-        let (head, name, table) = match name.strip_prefix(from).and_then(|n| n.split_once('.')) {
-            Some((layer, rest)) => (format!("{to}{layer}."), rest, self.inner),
-            None => (String::new(), name, self.outer),
+        let (head, name, is_inner) = match name.strip_prefix(from).and_then(|n| n.split_once('.')) {
+            Some((layer, rest)) => (format!("{to}{layer}."), rest, true),
+            None => (String::new(), name, false),
         };
         let Some((stem, suffix)) = name.rsplit_once('.') else { return format!("{head}{name}") };
-        match table.iter().map(pick).find(|(from, _)| *from == stem) {
+        let tables = std::iter::successors(Some(self), |names| names.base);
+        let mut pairs = tables.flat_map(|it| if is_inner { it.inner } else { it.outer }).map(pick);
+        match pairs.find(|(from, _)| *from == stem) {
             Some((_, to)) => format!("{head}{to}.{suffix}"),
             None => format!("{head}{stem}.{suffix}"),
         }

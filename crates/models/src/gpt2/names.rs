@@ -30,4 +30,5 @@ pub(super) const GGUF: GgufNames = GgufNames {
         ("ffn_up", "mlp.c_fc"),
         ("ffn_down", "mlp.c_proj"),
     ],
+    base: None,
 };

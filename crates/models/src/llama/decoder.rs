@@ -14,18 +14,18 @@ use crate::{
     nn::Rope,
     rope_config,
     spec::{LayerSpec, ModelSpec},
-    stack::DecoderConfig,
+    stack::{DecoderConfig, LLAMA_GGUF},
 };
 
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] =
         &["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"];
     const GGUF: &'static [(&'static str, GgufNames)] = &[
-        ("llama", names::GGUF),
+        ("llama", LLAMA_GGUF),
         ("phi3", names::GGUF_PHI3),
-        ("qwen2", names::GGUF),
-        ("qwen3", names::GGUF),
-        ("smollm3", names::GGUF),
+        ("qwen2", LLAMA_GGUF),
+        ("qwen3", LLAMA_GGUF),
+        ("smollm3", LLAMA_GGUF),
     ];
 
     fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {

@@ -11,4 +11,4 @@ mod resolve;
 pub use config::Config;
 pub(crate) use model::QK_NORMS;
 pub use model::{Layer, Llama};
-pub(crate) use names::{GGUF, fused};
+pub(crate) use names::fused;

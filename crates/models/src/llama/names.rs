@@ -1,7 +1,7 @@
 //! The tensor names of the Llama family.
 
 use super::Config;
-use crate::{gguf::GgufNames, spec::LayerSpec, stack::LLAMA_GGUF};
+use crate::{gguf::GgufNames, spec::LayerSpec, stack::gguf_names};
 
 /// A projection: its modules with their numbers of rows.
 pub(crate) type Parts = Vec<(&'static str, usize)>;
@@ -24,39 +24,5 @@ pub(crate) fn fused(config: &Config, is_fused: impl Fn(&str) -> bool) -> [Parts;
     ]
 }
 
-/// The names of Llama, Mistral, Qwen and SmolLM3, and of experts that replace the MLP.
-pub(crate) const GGUF: GgufNames = GgufNames {
-    inner: &[
-        ("attn_norm", "input_layernorm"),
-        ("attn_qkv", "self_attn.qkv_proj"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_norm", "post_attention_layernorm"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-        ("ffn_gate_inp", "mlp.gate"),
-        ("ffn_gate_exps", "mlp.experts.gate_proj"),
-        ("ffn_up_exps", "mlp.experts.up_proj"),
-        ("ffn_down_exps", "mlp.experts.down_proj"),
-    ],
-    ..LLAMA_GGUF
-};
-
 /// Phi-3 stores its gate in the rows of `ffn_up`.
-pub(super) const GGUF_PHI3: GgufNames = GgufNames {
-    inner: &[
-        ("attn_norm", "input_layernorm"),
-        ("attn_qkv", "self_attn.qkv_proj"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_norm", "post_attention_layernorm"),
-        ("ffn_up", "mlp.gate_up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ],
-    ..GGUF
-};
+pub(super) const GGUF_PHI3: GgufNames = gguf_names(&[("ffn_up", "mlp.gate_up_proj")]);

@@ -9,12 +9,12 @@ use crate::{
     checkpoint::{Names, Weights},
     error::{Error, Result},
     family::ConfigJson,
-    fields::{self, required},
+    fields::{self, extended, required},
     gguf::{GgufNames, Metadata},
     llama,
     moe::{ExpertNames, ExpertsConfig, MoeConfig},
     spec::ModelSpec,
-    stack::{DecoderConfig, LLAMA_NAMES},
+    stack::{DecoderConfig, LLAMA_GGUF, LLAMA_NAMES},
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -57,7 +57,7 @@ impl MoeConfig for Config {
 
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] = &["mixtral"];
-    const GGUF: &'static [(&'static str, GgufNames)] = &[("llama with experts", llama::GGUF)];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("llama with experts", LLAMA_GGUF)];
 
     fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
@@ -103,16 +103,15 @@ impl DecoderConfig for Config {
 
     /// Returns the fields that [`read`](Self::read) reads.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let mut fields = self.base.to_mistral_json(path)?;
-        let own = json!({
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": self.n_experts,
-            "num_experts_per_tok": self.experts_per_token,
-        });
-        if let Value::Object(own) = own {
-            fields.extend(own);
-        }
-        Ok(fields)
+        let fields = self.base.to_mistral_json(path)?;
+        Ok(extended(
+            fields,
+            json!({
+                "architectures": ["MixtralForCausalLM"],
+                "model_type": "mixtral",
+                "num_local_experts": self.n_experts,
+                "num_experts_per_tok": self.experts_per_token,
+            }),
+        ))
     }
 }

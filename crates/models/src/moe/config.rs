@@ -1,6 +1,6 @@
 //! The differences between families with the layers of this module.
 
-use super::{mlp::MLP_PARTS, routing::Routing};
+use super::routing::Routing;
 use crate::{checkpoint::Names, llama, stack::DecoderConfig};
 
 /// The configuration of a family that has [`Layer`](super::Layer)s.
@@ -71,7 +71,7 @@ impl ExpertNames {
     pub(crate) const QWEN: Self = Self {
         router: "mlp.gate",
         experts: "mlp.experts",
-        parts: MLP_PARTS,
+        parts: ["gate_proj", "up_proj", "down_proj"],
         bias: "mlp.gate.e_score_correction_bias",
         shared: "mlp.shared_experts",
     };

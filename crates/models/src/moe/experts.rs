@@ -7,7 +7,6 @@ use burn::{
 
 use super::{
     config::{ExpertNames, ExpertsConfig},
-    mlp,
     routing::Routing,
 };
 use crate::{
@@ -106,11 +105,11 @@ impl Experts {
                 (experts.into_iter().map(expert).collect(), stacks)
             }
             None => {
-                let expert = |i| mlp::build(&names.of(i), [hidden, wide], source);
+                let expert = |i| source.mlp(&names.of(i), [hidden, wide], Gating::Silu);
                 ((0..n).map(expert).collect::<Result<_>>()?, None)
             }
         };
-        let shared = shared.map(|wide| mlp::build(&names.shared(), [hidden, wide], source));
+        let shared = shared.map(|wide| source.mlp(&names.shared(), [hidden, wide], Gating::Silu));
         Ok(Self { router, router_bias, experts, shared: shared.transpose()?, routing, stacks })
     }
 
@@ -120,10 +119,10 @@ impl Experts {
             visitor.vector(Role::Mlp, names.bias, bias);
         }
         for (i, expert) in self.experts.iter().enumerate() {
-            mlp::visit(&names.of(i), expert, visitor);
+            visitor.mlp(&names.of(i), expert);
         }
         if let Some(shared) = &self.shared {
-            mlp::visit(&names.shared(), shared, visitor);
+            visitor.mlp(&names.shared(), shared);
         }
     }
 

@@ -5,17 +5,12 @@ use burn::tensor::Tensor;
 use super::{
     config::{ExpertNames, ExpertsConfig},
     experts::Experts,
-    mlp::{self, MLP_PARTS},
 };
 use crate::{
     error::Result,
-    nn::{GatedMlp, Linear, RmsNorm, by_rows},
-    stack::{LayerSource, LayerVisitor},
+    nn::{GatedMlp, Gating, Linear, RmsNorm, by_rows},
+    stack::{LayerSource, LayerVisitor, MLP},
 };
-
-fn mlp_names() -> [String; 3] {
-    MLP_PARTS.map(|part| format!("mlp.{part}"))
-}
 
 /// The MLP of a layer, or the experts that replace it. The fields of layers stay apart, because
 /// checkpoints of training runs contain their names.
@@ -35,13 +30,13 @@ impl FeedForward<'_> {
     ) -> Result<(Option<GatedMlp>, Option<Experts>)> {
         Ok(match experts {
             Some(experts) => (None, Some(Experts::build(experts, width, names, source)?)),
-            None => (Some(mlp::build(&mlp_names(), [width, wide], source)?), None),
+            None => (Some(source.mlp(&MLP, [width, wide], Gating::Silu)?), None),
         })
     }
 
     pub(crate) fn visit(self, names: &ExpertNames, visitor: &mut LayerVisitor<'_>) {
         if let Some(mlp) = self.mlp {
-            mlp::visit(&mlp_names(), mlp, visitor);
+            visitor.mlp(&MLP, mlp);
         }
         if let Some(experts) = self.experts {
             experts.visit(names, visitor);

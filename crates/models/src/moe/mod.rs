@@ -9,7 +9,6 @@ mod config;
 mod experts;
 mod feed_forward;
 mod layer;
-mod mlp;
 mod routing;
 
 pub use config::{ExpertNames, ExpertsConfig, MoeConfig};

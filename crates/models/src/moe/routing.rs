@@ -1,8 +1,14 @@
 //! The selection of experts for each token, and their weights.
 
-use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, activation};
+use std::path::Path;
 
-use crate::nn::Routed;
+use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, activation};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    error::{Error, Result},
+    nn::Routed,
+};
 
 /// The selection of experts for each token by the logits of a router.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,13 +29,15 @@ pub struct Routing {
 }
 
 /// The function from the logits of a router to the scores of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Scores {
     /// Probabilities over all experts.
     Softmax,
     /// The sigmoid of each logit.
     Sigmoid,
     /// The square root of the softplus of each logit.
+    #[serde(skip)]
     SqrtSoftplus,
 }
 
@@ -106,6 +114,35 @@ impl Routing {
 }
 
 impl ExpertGroups {
+    /// Checks that `n_experts` form groups, and that a token finds its experts in the groups that
+    /// it selects.
+    pub(crate) fn check(self, path: &Path, n_experts: usize, per_token: usize) -> Result<()> {
+        let Self { n_groups, selected, per_score } = self;
+        let error = |field: &str, value, rule| Err(Error::config(path, field, value, rule));
+        if !n_experts.is_multiple_of(n_groups) {
+            return error("n_group", n_groups, format!("must divide n_routed_experts {n_experts}"));
+        }
+        if selected > n_groups {
+            return error("topk_group", selected, format!("must be at most n_group {n_groups}"));
+        }
+        let in_groups = n_experts / n_groups * selected;
+        if per_token > in_groups {
+            let rule = format!(
+                "must be at most {in_groups}, the experts in topk_group {selected} of n_group \
+                 {n_groups} groups; raise topk_group"
+            );
+            return error("num_experts_per_tok", per_token, rule);
+        }
+        if selected < n_groups && n_experts / n_groups < per_score {
+            let rule = format!(
+                "must leave at least {per_score} of {n_experts} experts per group, whose best \
+                 {per_score} score it"
+            );
+            return error("n_group", n_groups, rule);
+        }
+        Ok(())
+    }
+
     /// Returns the scores, `[n, n_experts]`, with minus infinity outside the selected groups.
     fn limit(self, scores: Tensor<2>) -> Tensor<2> {
         let [n, n_experts] = scores.dims();

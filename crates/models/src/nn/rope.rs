@@ -6,12 +6,16 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::{RopeTable, sparse::rope_pairs};
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    rope_config::yarn_gain,
+};
 
 /// The deviation of a model's rope frequencies from `theta^(-2i / rotary_dim)`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub enum RopeScaling {
     /// No deviation.
+    #[default]
     Default,
     /// Position interpolation: every frequency is divided by `factor`.
     Linear {
@@ -58,6 +62,9 @@ pub enum RopeScaling {
         attention_factor: f64,
         /// `true` if the bounds are rounded outwards to whole numbers of channel pairs.
         truncate: bool,
+        /// `mscale_all_dim`, by which DeepSeek's models scale attention scores
+        /// ([`score_gain`](Self::score_gain)); 0 in other models.
+        score_mscale: f64,
     },
     /// Gemma 4: only the first pairs of channels have a frequency, which follows from the position
     /// of the pair in the whole head. The others have frequency 0, so their channels do not change.
@@ -73,6 +80,14 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
+    /// Returns the factor of attention scores in DeepSeek's models, which is 1 except for YaRN.
+    pub(crate) fn score_gain(&self) -> f64 {
+        match *self {
+            Self::Yarn { factor, score_mscale, .. } => yarn_gain(factor, score_mscale).powi(2),
+            _ => 1.0,
+        }
+    }
+
     /// Returns the scaling for a GGUF file's `divisors` of rope frequencies. Returns no scaling or
     /// Llama 3's if these have the same frequencies up to the rounding of f32, in which such files
     /// are computed, and else [`Divisors`](Self::Divisors).

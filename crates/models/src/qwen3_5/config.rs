@@ -14,7 +14,7 @@ use crate::{
     checkpoint::Weights,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{FULL, sizes},
+    fields::{FULL, extended, sizes},
     gguf::{GgufNames, Metadata},
     llama,
     spec::{LayerSpec, ModelSpec},
@@ -202,7 +202,7 @@ impl DecoderConfig for Config {
         let whole = llama::Config { rotary_dim: base.attention.head_dim.keys, ..base.clone() };
         let mut fields = whole.to_json(path)?;
         let kind = |i| if self.attends(i) { FULL } else { LINEAR };
-        let mut rope = match fields.remove("rope_scaling") {
+        let rope = match fields.remove("rope_scaling") {
             Some(Value::Object(scaling)) => scaling,
             _ => Map::from_iter([("rope_type".to_string(), json!("default"))]),
         };
@@ -212,9 +212,8 @@ impl DecoderConfig for Config {
             "mrope_interleaved": true,
             "mrope_section": self.rope_sections,
         });
-        if let Value::Object(own) = own {
-            rope.extend(own);
-        }
+        let rope = extended(rope, own);
+        fields.remove("rope_theta");
         let own = json!({
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",
@@ -226,11 +225,7 @@ impl DecoderConfig for Config {
             "linear_conv_kernel_dim": delta.conv_tokens,
             "rope_parameters": rope,
         });
-        if let Value::Object(own) = own {
-            fields.extend(own);
-        }
-        fields.remove("rope_theta");
-        Ok(fields)
+        Ok(extended(fields, own))
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     decoder::Role,
     error::Result,
     nn::{GatedMlp, Gating, Linear, RmsNorm, by_rows},
-    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor},
+    stack::{DecoderLayer, DecoderStack, LayerContext, LayerSource, LayerVisitor, MLP},
 };
 
 /// Qwen3.5.
@@ -27,10 +27,6 @@ pub struct Layer {
     pub mlp_norm: RmsNorm,
     /// The MLP.
     pub mlp: GatedMlp,
-}
-
-fn gate_up(wide: usize) -> [(&'static str, usize); 2] {
-    [("mlp.gate_proj", wide), ("mlp.up_proj", wide)]
 }
 
 impl DecoderLayer for Layer {
@@ -52,11 +48,7 @@ impl DecoderLayer for Layer {
             linear_attention: linear.transpose()?,
             attention,
             mlp_norm: source.norm_plus_one("post_attention_layernorm", width)?,
-            mlp: GatedMlp {
-                gate_up: source.fused(&gate_up(wide), width, false)?,
-                down: source.residual("mlp.down_proj", [width, wide], false)?,
-                gating: Gating::Silu,
-            },
+            mlp: source.mlp(&MLP, [width, wide], Gating::Silu)?,
         })
     }
 
@@ -67,8 +59,7 @@ impl DecoderLayer for Layer {
         if let Some(attention) = &self.attention {
             attention.visit(&config.base.attention, visitor);
         }
-        visitor.fused(Role::Mlp, &gate_up(config.base.intermediate_size), &self.mlp.gate_up);
-        visitor.linear(Role::Mlp, "mlp.down_proj", &self.mlp.down);
+        visitor.mlp(&MLP, &self.mlp);
         visitor.norm(Role::AttentionNorm, "input_layernorm", &self.attention_norm);
         visitor.norm(Role::MlpNorm, "post_attention_layernorm", &self.mlp_norm);
     }

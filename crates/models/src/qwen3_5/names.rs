@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::Names,
     gguf::GgufNames,
-    stack::{LLAMA_GGUF, LLAMA_NAMES},
+    stack::{LLAMA_NAMES, gguf_names},
 };
 
 pub(super) const NAMES: Names = Names {
@@ -16,27 +16,14 @@ pub(super) const NAMES: Names = Names {
     ..LLAMA_NAMES
 };
 
-pub(super) const GGUF: GgufNames = GgufNames {
-    inner: &[
-        ("attn_norm", "input_layernorm"),
-        ("post_attention_norm", "post_attention_layernorm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("attn_output", "self_attn.o_proj"),
-        ("attn_qkv", "linear_attn.in_proj_qkv"),
-        ("attn_gate", "linear_attn.in_proj_z"),
-        ("ssm_beta", "linear_attn.in_proj_b"),
-        ("ssm_alpha", "linear_attn.in_proj_a"),
-        ("ssm_conv1d", "linear_attn.conv1d"),
-        ("ssm_dt", "linear_attn.dt"),
-        ("ssm_norm", "linear_attn.norm"),
-        ("ssm_out", "linear_attn.out_proj"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ],
-    ..LLAMA_GGUF
-};
+pub(super) const GGUF: GgufNames = gguf_names(&[
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("attn_qkv", "linear_attn.in_proj_qkv"),
+    ("attn_gate", "linear_attn.in_proj_z"),
+    ("ssm_beta", "linear_attn.in_proj_b"),
+    ("ssm_alpha", "linear_attn.in_proj_a"),
+    ("ssm_conv1d", "linear_attn.conv1d"),
+    ("ssm_dt", "linear_attn.dt"),
+    ("ssm_norm", "linear_attn.norm"),
+    ("ssm_out", "linear_attn.out_proj"),
+]);

@@ -9,12 +9,12 @@ use crate::{
     checkpoint::{Names, Weights},
     error::{Error, Result},
     family::ConfigJson,
-    fields::{self, required, sizes},
+    fields::{self, extended, required, sizes},
     gguf::{GgufNames, Metadata},
     llama,
     moe::{ExpertNames, ExpertsConfig, MoeConfig},
     spec::ModelSpec,
-    stack::{DecoderConfig, LLAMA_NAMES},
+    stack::{DecoderConfig, LLAMA_GGUF, LLAMA_NAMES},
 };
 
 /// The configuration of a model, with all defaults filled in.
@@ -64,7 +64,7 @@ struct Raw {
 
 impl DecoderConfig for Config {
     const MODEL_TYPES: &'static [&'static str] = &["qwen3_moe"];
-    const GGUF: &'static [(&'static str, GgufNames)] = &[("qwen3moe", llama::GGUF)];
+    const GGUF: &'static [(&'static str, GgufNames)] = &[("qwen3moe", LLAMA_GGUF)];
 
     fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
@@ -124,20 +124,19 @@ impl DecoderConfig for Config {
 
     /// Returns the fields that [`read`](Self::read) reads.
     fn to_json(&self, path: &Path) -> Result<Map<String, Value>> {
-        let mut fields = self.base.to_json(path)?;
-        let own = json!({
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": self.n_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.expert_size,
-            "norm_topk_prob": self.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": self.dense_layers,
-        });
-        if let Value::Object(own) = own {
-            fields.extend(own);
-        }
-        Ok(fields)
+        let fields = self.base.to_json(path)?;
+        Ok(extended(
+            fields,
+            json!({
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "num_experts": self.n_experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.expert_size,
+                "norm_topk_prob": self.normalized,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": self.dense_layers,
+            }),
+        ))
     }
 }

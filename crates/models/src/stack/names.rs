@@ -16,9 +16,33 @@ pub(crate) const LLAMA_NAMES: Names = Names {
     ..Names::NONE
 };
 
-/// The GGUF names of the tensors outside the layers, for families that use [`LLAMA_NAMES`].
+/// The names of the Llama family, and of experts that replace the MLP. The families that use
+/// [`LLAMA_NAMES`] have most of them, and add their own by [`gguf_names`].
 pub(crate) const LLAMA_GGUF: GgufNames = GgufNames {
     layer: ("blk.", "layers."),
     outer: &[("token_embd", "embed_tokens"), ("output_norm", "norm"), ("output", "lm_head")],
-    inner: &[],
+    inner: &[
+        ("attn_norm", "input_layernorm"),
+        ("attn_qkv", "self_attn.qkv_proj"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("ffn_gate_inp", "mlp.gate"),
+        ("ffn_gate_exps", "mlp.experts.gate_proj"),
+        ("ffn_up_exps", "mlp.experts.up_proj"),
+        ("ffn_down_exps", "mlp.experts.down_proj"),
+    ],
+    base: None,
 };
+
+/// Returns the names in `inner` and, where it has none, those of [`LLAMA_GGUF`].
+pub(crate) const fn gguf_names(inner: &'static [(&'static str, &'static str)]) -> GgufNames {
+    GgufNames { layer: LLAMA_GGUF.layer, outer: &[], inner, base: Some(&LLAMA_GGUF) }
+}

@@ -9,10 +9,10 @@ use crate::{
     checkpoint::Weights,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{DecoderSizes, full_layers, layers, positive, required},
+    fields::{DecoderSizes, even, extended, full_layers, layers, positive, required},
     gguf::Metadata,
     nn::{Rope, RopeScaling},
-    rope_config,
+    rope_config::{self, RopeFields},
     spec::{LayerSpec, ModelSpec},
 };
 
@@ -61,6 +61,27 @@ pub(crate) struct Defaults {
     pub(crate) attention_bias: bool,
     pub(crate) tied_head: bool,
     pub(crate) rope_theta: f64,
+}
+
+/// The ropes by the kind of layer, in Gemma's files.
+#[derive(Deserialize)]
+pub(crate) struct RopeByKind {
+    pub(crate) full_attention: RopeFields,
+    sliding_attention: RopeFields,
+}
+
+impl RopeByKind {
+    /// Returns the rope base of layers with a sliding window, whose rope must have no scaling.
+    pub(crate) fn local_theta(&self, path: &Path, max_positions: usize) -> Result<Option<f64>> {
+        let local = &self.sliding_attention;
+        let partial = local.partial_rotary_factor.unwrap_or(1.0);
+        if local.scaling(path, max_positions, None)? != RopeScaling::Default || partial != 1.0 {
+            let rule = "only layers that see all tokens support it";
+            let why = format!("{} has it; {rule}", path.display());
+            return Err(Error::unsupported("scaled rope of layers with a sliding window", why));
+        }
+        Ok(local.rope_theta)
+    }
 }
 
 #[derive(Deserialize)]
@@ -187,7 +208,7 @@ impl SlidingConfig {
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let sizes = self.sizes();
         sizes.check(path, &[("sliding_window", self.sliding_window)])?;
-        sizes.check_even_head(path)?;
+        even(path, "head_dim", self.head_dim)?;
         positive(path, "rope_theta", self.rope_theta)?;
         positive(path, "rms_norm_eps", self.norm_epsilon)?;
         rope_config::check(path, &self.rope_scaling, self.head_dim)
@@ -238,10 +259,6 @@ impl SlidingConfig {
             "rope_theta": self.rope_theta,
             "rope_scaling": rope_config::to_json(&self.rope_scaling, self.max_positions),
         });
-        let mut fields = sizes.to_json(fields);
-        if let Value::Object(more) = more {
-            fields.extend(more);
-        }
-        fields
+        extended(sizes.to_json(fields), more)
     }
 }

@@ -201,7 +201,7 @@ impl Family for Files {
 
 #[test]
 fn a_name_belongs_to_one_family() {
-    const NO_NAMES: GgufNames = GgufNames { layer: ("", ""), outer: &[], inner: &[] };
+    const NO_NAMES: GgufNames = GgufNames { layer: ("", ""), outer: &[], inner: &[], base: None };
     static TOY: Files = Files { model_types: &["toy"], gguf: &[] };
     static LLAMA: Files = Files { model_types: &["toy-2", "mistral"], gguf: &[] };
     static GGUF: Files = Files { model_types: &["toy-3"], gguf: &[("gpt2", NO_NAMES)] };

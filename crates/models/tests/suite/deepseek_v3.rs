@@ -172,7 +172,11 @@ fn gguf_files_become_folders() {
         let model = load(path, &device()).unwrap().model;
         let config = model.downcast_ref::<DeepseekV3>().unwrap().config().clone();
         // Only folders have the number of further layers, and GGUF files have f32.
-        Config { further_layers: 0, norm_epsilon: config.norm_epsilon as f32 as f64, ..config }
+        Config {
+            num_nextn_predict_layers: 0,
+            rms_norm_eps: config.rms_norm_eps as f32 as f64,
+            ..config
+        }
     };
     assert_eq!(config(&saved), config(&tiny(NAME)));
 }
@@ -209,7 +213,10 @@ fn wrong_configurations_name_field_value_and_rule() {
         (|c| c["q_lora_rank"] = json!(0), &["q_lora_rank = 0", "must be between 1 and"]),
         (|c| c["q_lora_rank"] = json!(null), &["self_attn.q_proj.weight", "missing"]),
         (|c| c["qk_rope_head_dim"] = json!(15), &["qk_rope_head_dim = 15", "must be even"]),
-        (|c| c["scoring_func"] = json!("tanh"), &["scoring_func = tanh", "sigmoid or softmax"]),
+        (
+            |c| c["scoring_func"] = json!("tanh"),
+            &["scoring_func = \"tanh\"", "`softmax` or `sigmoid`"],
+        ),
         (|c| c["attention_bias"] = json!(true), &["attention_bias = true", "must be false"]),
         (
             |c| c["num_key_value_heads"] = json!(2),
