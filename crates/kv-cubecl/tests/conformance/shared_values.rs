@@ -3,8 +3,8 @@
 
 use burn::tensor::{DType, Tensor, TensorData};
 use kv_cubecl::{
-    AttentionOptions, CacheShape, FakeQuantOptions, KvCache, KvCacheConfig, KvFormat, KvMemory, On,
-    Side, Sides, Target,
+    AttentionOptions, CacheShape, FakeQuantOptions, FrameCache, FrameConfig, Frames, KvCache,
+    KvCacheConfig, KvFormat, KvMemory, On, Side, Sides, Target,
     reference::{self, RowOptions, StreamOracle, attend_row_with},
     streaming_attention_latent,
 };
@@ -20,6 +20,8 @@ stamp!(
     restored_tokens_return_to_float,
     bytes_are_those_of_keys,
     only_the_format_of_keys_counts,
+    given_values_are_ignored,
+    numbers_near_the_largest_stay_finite,
     what_does_not_fit_is_an_error,
 );
 
@@ -310,6 +312,45 @@ fn only_the_format_of_keys_counts<T: Target>(on: &On<T>) {
     }
 }
 
+/// What [`KvCache::attend`] is given as values is not read, whatever it holds.
+fn given_values_are_ignored<T: Target>(on: &On<T>) {
+    for name in sampled::<T, _>(["float", "k4v4-g16-r32", "kint8vint8"]) {
+        let text = Text::new(name, [1, 4, 60], (96, 64), 90);
+        let want = text.attend(&mut text.cache(on), &[40, 1, 19], on);
+        let mut cache = text.cache(on);
+        let mut start = 0;
+        let outputs = [40, 1, 19].map(|n| {
+            let part = text.tokens(start..start + n);
+            start += n;
+            let [batch, n_kv_heads, tokens, _] = part.key.shape;
+            let shape = [batch, n_kv_heads, tokens, 64];
+            let value = Host { data: vec![f32::NAN; shape.iter().product()], shape };
+            let output = cache.attend(part.query.on(on), part.key.on(on), value.on(on));
+            Host::of(output.unwrap().output)
+        });
+        assert!(Host::cat(&outputs) == want, "{name}");
+    }
+}
+
+/// A sum of weighted values must not overflow where their mean does not.
+fn numbers_near_the_largest_stay_finite<T: Target>(on: &On<T>) {
+    for name in sampled::<T, _>(["float", "kint8vint8", "k8v8-g16-r16"]) {
+        let mut text = Text::new(name, [1, 4, 90], (96, 64), 95);
+        // Queries do not read the large channels, which are the values.
+        let query = &mut text.query.data;
+        query.chunks_mut(96).for_each(|row| row[..64].fill(0.0));
+        for row in text.key.data.chunks_mut(96) {
+            // Quantization takes differences, which must not overflow, either.
+            row[..64].iter_mut().for_each(|x| *x = (2.0 + x.clamp(-1.0, 1.0)) * 1e37);
+        }
+        let want = text.expected(RowOptions::default());
+        for sizes in [vec![1; text.len()], vec![70, 1, 19]] {
+            let got = text.attend(&mut text.cache(on), &sizes, on);
+            close(name, &got, &want, CLOSE);
+        }
+    }
+}
+
 fn what_does_not_fit_is_an_error<T: Target>(on: &On<T>) {
     let head_dim = Sides { keys: 96, values: 64 };
     let shape = CacheShape::new(1, 1, head_dim);
@@ -325,6 +366,9 @@ fn what_does_not_fit_is_an_error<T: Target>(on: &On<T>) {
     fails("kint8vint8-hadk", (64, 32), "which a Hadamard transform would mix");
     fails("kvn2vvn2", (64, 64), "which a Hadamard transform would mix");
     fails("ktq4vtq4", (64, 64), "which a Hadamard transform would mix");
+    let frames = FrameConfig::new("kint8vint8".parse().unwrap(), 4, Frames(2));
+    let error = FrameCache::new(&frames, shape.with_shared_values(), on).unwrap_err();
+    assert!(error.to_string().contains("frames store keys and values separately"), "{error}");
 
     let (q, k) = (Host::normal(&mut Rng::new(1), [1, 2, 1, 96]), [1, 1, 1, 96]);
     let k = Host::normal(&mut Rng::new(2), k);
