@@ -1,13 +1,17 @@
-//! Allocations of caches: a step makes the same number of allocations at every length, and a prompt
-//! never needs more memory than with a float cache.
+//! Allocations of caches: a step makes the same number of allocations at every length, a prompt
+//! never needs more memory than with a float cache, and memory with a recurrent state, latent rows,
+//! shared caches or experts is as planned.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::{alloc::System, path::Path};
+use std::{
+    alloc::System,
+    path::{Path, PathBuf},
+};
 
 use burn::tensor::{Int, Tensor};
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_eval::memory::Tracking;
-use kv_models::{LanguageModel, ModelCache, load};
+use kv_models::{LanguageModel, LoadOptions, ModelCache, ModelCacheConfig, Usage, load, outline};
 
 #[global_allocator]
 static ALLOCATOR: Tracking<System> = Tracking::new(System);
@@ -21,11 +25,15 @@ struct Caches {
     model: LanguageModel,
 }
 
+fn tiny(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/models");
+    folder.join(name)
+}
+
 impl Caches {
     fn load() -> Self {
         let device = On::<Flex>::open().unwrap();
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/models");
-        let model = load(folder.join("llama-tiny"), &device).unwrap().model;
+        let model = load(tiny("llama-tiny"), &device).unwrap().model;
         Self { device, model }
     }
 
@@ -88,5 +96,55 @@ fn memory_of_steps_and_prompts() {
             let quantized = peak(name);
             assert!(quantized < float, "{name} of {len} tokens: {quantized} bytes, float {float}");
         }
+    }
+    let others = ["qwen3_5-tiny", "deepseek_v3-tiny", "gemma4-tiny", "qwen3_moe-tiny"];
+    for name in others.into_iter().chain(["mixtral-tiny"]) {
+        for cache in ["float", "k4v4-g16-r16"] {
+            memory_is_as_planned(&caches.device, name, cache);
+        }
+    }
+}
+
+/// Creates caches of 500 tokens for four sequences, fills them in chunks and by steps, and compares
+/// the peaks with the plan.
+#[track_caller]
+fn memory_is_as_planned(device: &On<Flex>, name: &str, cache: &str) {
+    const CAPACITY: usize = 500;
+    const BATCH: usize = 4;
+    const CHUNK: usize = 50;
+    let outline = outline(tiny(name), device, LoadOptions::default()).unwrap();
+    let model = load(tiny(name), device).unwrap().model;
+    let config = cache.parse::<ModelCacheConfig>().unwrap().with_capacity(CAPACITY);
+    let new_cache = || model.new_cache(config.clone(), BATCH, device).unwrap();
+    let pass = |cache: &mut ModelCache, n: usize| {
+        let ids = Tensor::<2, Int>::ones([BATCH, n], &**device);
+        drop(model.step(ids, cache).unwrap());
+    };
+    // Matrix products keep the memory that the first of them allocates.
+    pass(&mut new_cache(), CHUNK);
+    let planned = |tokens: usize| {
+        let usage = Usage::new(config.clone()).with_batch(BATCH).with_pass(BATCH * tokens);
+        let planned = outline.planned();
+        let activations = planned.footprint(&usage).unwrap().activations;
+        (planned.cache_bytes(&usage).unwrap(), activations)
+    };
+    let (bytes, of_chunk) = planned(CHUNK);
+    let (_, of_step) = planned(1);
+
+    let (mut filled, created) = ALLOCATOR.peak_of(new_cache);
+    let ((), chunks) = ALLOCATOR.peak_of(|| {
+        (0..CAPACITY / CHUNK - 1).for_each(|_| pass(&mut filled, CHUNK));
+    });
+    let ((), steps) = ALLOCATOR.peak_of(|| (0..CHUNK).for_each(|_| pass(&mut filled, 1)));
+    // One buffer at a time is filled with zeros before it becomes a tensor.
+    let total = bytes.total();
+    let limits = [
+        (created, total..total + bytes.largest_buffer + (64 << 10)),
+        // The plan's activations are an estimate without the scores of a block of tokens.
+        (chunks, 0..of_chunk * 6 / 5),
+        (steps, 0..of_step * 2),
+    ];
+    for (what, (peak, limit)) in ["created", "chunks", "steps"].into_iter().zip(limits) {
+        assert!(limit.contains(&peak), "{name} {cache}, {what}: {peak} is not in {limit:?}");
     }
 }
