@@ -51,8 +51,8 @@ pub(crate) mod fusion {
     }
 
     pub(crate) fn delta_output(mixed: &TensorSpec, config: &DeltaConfig) -> TensorSpec {
-        let [batch, _] = mixed.shape.dims();
-        TensorSpec::new([batch, config.value_channels()].into(), DType::F32)
+        let [batch, tokens, _] = mixed.shape.dims();
+        TensorSpec::new([batch, tokens, config.value_channels()].into(), DType::F32)
     }
 
     pub(crate) fn index_scores(query: &TensorSpec, n: usize) -> TensorSpec {

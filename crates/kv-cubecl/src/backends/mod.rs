@@ -101,6 +101,16 @@ pub(crate) fn check_attend(
     Ok(())
 }
 
+/// Returns whether [`DeltaOps::delta_step`](crate::delta::DeltaOps::delta_step) takes many tokens
+/// on `device`, which the CPU's own caches make as fast as products of matrices.
+#[allow(unused_variables, reason = "without a CubeCL backend every device is the CPU")]
+pub(crate) fn steps_many_tokens(device: &Device) -> bool {
+    #[cfg(feature = "cube")]
+    return client(device).is_none();
+    #[cfg(not(feature = "cube"))]
+    true
+}
+
 /// Checks that `device` can step `batch` states of `config`.
 ///
 /// # Errors

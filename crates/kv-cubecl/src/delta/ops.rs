@@ -24,16 +24,18 @@ pub struct DeltaStore<B: Backend> {
     pub state: FloatTensor<B>,
 }
 
-/// One token for each sequence of a batch.
+/// The tokens of a call, as many for each sequence of a batch.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct StepInputs<B: Backend> {
-    /// f32 `[batch, conv_channels + value_channels]`, see
+    /// f32 `[batch, tokens, conv_channels + value_channels]`, see
     /// [`DeltaTokens::mixed`](super::DeltaTokens::mixed).
     pub mixed: FloatTensor<B>,
-    /// f32 `[batch, 2 * n_value_heads]`, see [`DeltaTokens::rates`](super::DeltaTokens::rates).
+    /// f32 `[batch, tokens, 2 * n_value_heads]`, see
+    /// [`DeltaTokens::rates`](super::DeltaTokens::rates).
     pub rates: FloatTensor<B>,
-    /// A sequence with a stored position below 0, or not below the capacity, takes no part.
+    /// A sequence with a stored position below 0, or not below the capacity, takes no part. With
+    /// position p, its first p + 1 tokens do.
     #[extension_type]
     pub position: TokenPosition<B>,
 }
@@ -60,10 +62,12 @@ pub struct StepWeights<B: Backend> {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait DeltaOps: Backend {
-    /// Computes everything between the projections of a layer for one token: convolution, norms of
-    /// queries and keys, decay, delta rule, norm and gate of the output. Returns f32
-    /// `[batch, value_channels]`; 0 for a sequence that takes no part, whose state stays as it is.
-    /// Records no gradient.
+    /// Computes everything between the projections of a layer, token after token: convolution,
+    /// norms of queries and keys, decay, delta rule, norm and gate of the output. Returns f32
+    /// `[batch, tokens, value_channels]`; 0 for a token that takes no part, which leaves the state
+    /// as it is. Records no gradient.
+    ///
+    /// GPUs take one token; [`gated_delta_rule`](super::gated_delta_rule) is faster for more there.
     #[fusion(meta = |store, inputs, _weights, config, _epsilon| {
         (store.clone(), shapes::delta_output(&inputs.mixed, config))
     })]

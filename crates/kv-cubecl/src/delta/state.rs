@@ -110,7 +110,7 @@ impl DeltaState {
         }
         check_room(&self.lens, added, self.config.capacity)?;
         let even = added.iter().all(|&added| added == n);
-        let output = if n == 1 {
+        let output = if n == 1 || crate::backends::steps_many_tokens(&self.device()) {
             let position = (!even).then(|| part_of(added, &self.device()));
             self.step(tokens, position.as_ref(), weights)
         } else {
@@ -128,8 +128,9 @@ impl DeltaState {
         Ok(output)
     }
 
-    /// Appends one token to each sequence, in one operation. A sequence with a position below 0
-    /// takes no part. The host's lengths do not change.
+    /// Appends the tokens of a call to each sequence, in one operation. A sequence with a position
+    /// below 0 takes no part; with position p, its first p + 1 tokens do. The host's lengths do not
+    /// change.
     pub(super) fn step(
         &mut self,
         tokens: DeltaTokens,
@@ -139,10 +140,7 @@ impl DeltaState {
         let (batch, float) = (self.lens.len(), self.config.float.dtype());
         let (dtype, records) = (tokens.mixed.dtype(), tokens.mixed.is_autodiff());
         let (tokens, weights) = (tokens.without_autodiff(), weights.without_autodiff());
-        let f32 = |x: Tensor<3>| {
-            let width = x.dims()[2];
-            x.cast(DType::F32).reshape([batch, width]).into_dispatch()
-        };
+        let f32 = |x: Tensor<3>| x.cast(DType::F32).into_dispatch();
         let position = match position {
             Some(position) => TokenPosition::Stored(
                 position.clone().cast(DType::I32).expand([batch]).into_dispatch(),
@@ -171,13 +169,13 @@ impl DeltaState {
         );
         self.conv = Tensor::from_dispatch(store.conv);
         self.state = Tensor::<4>::from_dispatch(store.state).cast(float);
-        let output = Tensor::<2>::from_dispatch(output);
-        let output = output.reshape([batch, 1, self.config.value_channels()]).cast(dtype);
+        let output = Tensor::<3>::from_dispatch(output).cast(dtype);
         if records { output.autodiff() } else { output }
     }
 }
 
-/// Returns positions for a step that appends no token to some sequences: -1 for those, else 0.
+/// Returns the positions of the last tokens of each sequence in a call; -1 for a sequence without
+/// one.
 fn part_of(added: &[usize], device: &Device) -> Tensor<1, Int> {
     let numbers: Vec<i32> = added.iter().map(|&added| added as i32 - 1).collect();
     Tensor::from_data(TensorData::new(numbers, [added.len()]), (device, DType::I32))

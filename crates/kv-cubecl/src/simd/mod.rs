@@ -23,7 +23,7 @@ use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
-pub(crate) use delta::{DeltaToken, delta_token};
+pub(crate) use delta::{DeltaTokens, convolve, delta_tokens, silu};
 pub(crate) use hadamard::hadamard;
 pub(crate) use index::HeadLanes;
 pub(crate) use rows::{add_rows, score_rows};
@@ -143,7 +143,7 @@ pub(crate) fn add_scaled<S: Simd, const N: usize>(
     }
 }
 
-/// `2^x` for `x` up to 0, within 2 ulp; 0 below -127.
+/// `2^x` for `x` up to 127, within 2 ulp; 0 below -127.
 ///
 /// x is split into the nearest integer and a rest r with `|r| <= 1/2`. `2^r` is a polynomial of
 /// degree 5, the one of least relative error (1.05e-7) among those that begin `1 + r ln 2`; the

@@ -290,6 +290,11 @@ fn leftover_tensors_are_named() {
         let message = load(other.path(), &device()).unwrap_err().to_string();
         assert_contains(&message, &["1 tensor ", head]);
     }
+    // An expert beyond the last.
+    let expert = "model.layers.0.mlp.experts.8.down_proj.weight";
+    let more = with_tensors("qwen3_moe-tiny", |t| t.push((expert.into(), vec![1], vec![1.0])));
+    let message = load(more.path(), &device()).unwrap_err().to_string();
+    assert_contains(&message, &["1 tensor ", expert]);
     // The same tensor with and without the prefix.
     let twice = with_tensors("llama-tiny", |t| t.push(vector("norm.weight", 96)));
     let message = load(twice.path(), &device()).unwrap_err().to_string();

@@ -171,11 +171,37 @@ fn files_that_contradict_themselves_are_refused() {
     }
 }
 
+/// A recurrent state, latent rows and a shared cache cannot be left out.
+#[test]
+fn missing_parts_of_a_layer_are_refused() {
+    for model in ["qwen3_5-tiny", "deepseek_v3-tiny", "gemma4-tiny"] {
+        let saved = Saved::new(model);
+        let (on, whole) = (device(), fs::read(saved.path()).unwrap());
+        let mut names = vec![];
+        forge(&saved.path(), |_, tensors| names.extend(tensors.iter().map(|it| it.0.clone())));
+        names.retain(|name| name.starts_with("layers.0."));
+        assert!(!names.is_empty(), "{model} has no tensors of layer 0");
+        for name in names {
+            fs::write(saved.path(), &whole).unwrap();
+            forge(&saved.path(), |_, tensors| tensors.retain(|it| it.0 != name));
+            let opened = SavedCache::open(saved.path());
+            let restored = opened.and_then(|it| it.restore(&saved.model, saved.config, &on));
+            let error = restored.expect_err(&name).to_string();
+            assert!(error.contains("do not match") && !error.contains('\n'), "{name}: {error}");
+        }
+    }
+}
+
 /// Random changes of the metadata, with valid checksums, never panic, and every accepted cache can
 /// be continued.
 #[test]
 fn forged_files_never_panic() {
     never_panic("llama-tiny");
+}
+
+#[test]
+fn forged_files_of_recurrent_states_never_panic() {
+    never_panic("qwen3_5-tiny");
 }
 
 #[test]

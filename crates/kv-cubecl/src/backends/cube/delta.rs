@@ -23,12 +23,13 @@ impl DeltaOps for CubeBackend {
         let StepWeights { conv: kernel, log_rate, time_bias, gain } = weights;
         let [kernel, log_rate, time_bias, gain] =
             [kernel, log_rate, time_bias, gain].map(into_contiguous);
-        let [batch, _]: [usize; 2] = mixed.meta.shape().dims();
+        let [batch, tokens, _]: [usize; 3] = mixed.meta.shape().dims();
+        assert_eq!(tokens, 1, "the kernels take one token");
         let positions =
             || position.as_ref().map(|position| (arg(position), position.meta.num_elements()));
         let width = config.conv_channels() + 2 * config.n_value_heads;
         let convolved = empty_like(&mixed, [batch, width], DType::F32);
-        let output = empty_like(&mixed, [batch, config.value_channels()], DType::F32);
+        let output = empty_like(&mixed, [batch, 1, config.value_channels()], DType::F32);
         let bindings = ConvolveBindings {
             mixed: arg(&mixed),
             rates: arg(&rates),

@@ -1,4 +1,4 @@
-//! One step of the gated delta rule.
+//! Tokens of the gated delta rule.
 
 use burn::backend::{Flex, tensor::FloatTensor};
 use burn_flex::FlexTensor;
@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::{contiguous, dims, floats, tensor};
 use crate::{
     delta::{DeltaConfig, DeltaOps, DeltaStore, LENGTH_EPSILON, StepInputs, StepWeights},
-    simd::{DeltaToken, delta_token},
+    simd::{self, DeltaTokens},
 };
 
 impl DeltaOps for Flex {
@@ -20,73 +20,119 @@ impl DeltaOps for Flex {
     ) -> (DeltaStore<Self>, FloatTensor<Self>) {
         let DeltaStore { conv, state } = store;
         let (mut conv, mut state) = (contiguous(conv), contiguous(state));
-        let [batch, width]: [usize; 2] = dims(&inputs.mixed);
+        let [batch, tokens, width]: [usize; 3] = dims(&inputs.mixed);
         let (mixed, rates) = (floats(inputs.mixed), floats(inputs.rates));
-        let (mixed, rates) = (mixed.storage::<f32>(), rates.storage::<f32>());
         let position = inputs.position.into_option().map(contiguous);
         let position = position.as_ref().map(FlexTensor::storage::<i32>);
-        // One position can be for all sequences.
-        let within = |at: i32| usize::try_from(at).is_ok_and(|at| at < config.capacity);
-        let takes_part = |at: usize| position.is_none_or(|all| within(all[at % all.len()]));
         let StepWeights { conv: kernel, log_rate, time_bias, gain } = weights;
         let [kernel, log_rate, time_bias, gain] = [kernel, log_rate, time_bias, gain].map(floats);
-
-        let (channels, values) = (config.conv_channels(), config.value_channels());
-        let kept = (config.conv_tokens - 1) * channels;
-        let mut convolved = vec![0.0; batch * channels];
-        let earlier = conv.storage_mut::<f32>();
-        for sequence in (0..batch).filter(|&at| takes_part(at)) {
-            let earlier = &mut earlier[sequence * kept..][..kept];
-            let newest = &mixed[sequence * width..][..channels];
-            let output = &mut convolved[sequence * channels..][..channels];
-            convolve(kernel.storage(), earlier, newest, output);
-            normalize_heads(&config, output);
-        }
-
-        let [n_heads, keys] = [config.n_value_heads, config.head_dim.keys];
-        let (dim, key_channels) = (config.head_dim.values, config.key_channels());
-        let mut output = vec![0.0; batch * values];
-        let states = state.storage_mut::<f32>().par_chunks_mut(keys * dim);
-        let heads = states.zip(output.par_chunks_mut(dim)).enumerate();
-        heads.filter(|(at, _)| takes_part(at / n_heads)).for_each(|(at, (state, output))| {
-            let (sequence, head) = (at / n_heads, at % n_heads);
-            let mixed = &mixed[sequence * width..][..width];
-            let convolved = &convolved[sequence * channels..][..channels];
-            let key_head = config.key_head(head) * keys;
-            let rates = &rates[sequence * 2 * n_heads..][..2 * n_heads];
-            let time = softplus(rates[n_heads + head] + time_bias.storage::<f32>()[head]);
-            let token = DeltaToken {
-                query: &convolved[key_head..][..keys],
-                key: &convolved[key_channels + key_head..][..keys],
-                value: &convolved[2 * key_channels + head * dim..][..dim],
-                decay: (-log_rate.storage::<f32>()[head].exp() * time).exp(),
-                strength: sigmoid(rates[head]),
+        let layer = Layer {
+            config: &config,
+            kernel: kernel.storage(),
+            log_rate: log_rate.storage(),
+            time_bias: time_bias.storage(),
+            gain: gain.storage(),
+            epsilon: epsilon as f32,
+        };
+        let values = config.value_channels();
+        let mut output = vec![0.0; batch * tokens * values];
+        let kept = (config.conv_tokens - 1) * config.conv_channels();
+        let earlier = conv.storage_mut::<f32>().chunks_mut(kept.max(1));
+        let states = state.storage_mut::<f32>().chunks_mut(config.head_dim.keys * values);
+        let mixed = mixed.storage::<f32>().chunks(tokens * width);
+        let rates = rates.storage::<f32>().chunks(tokens * 2 * config.n_value_heads);
+        let outputs = output.chunks_mut(tokens * values);
+        let mut earlier = earlier.into_iter();
+        for (at, (((state, mixed), rates), output)) in
+            states.zip(mixed).zip(rates).zip(outputs).enumerate()
+        {
+            let earlier = earlier.next().unwrap_or_default();
+            let n = match position {
+                None => tokens,
+                // One position can be for all sequences.
+                Some(all) => match usize::try_from(all[at % all.len()]) {
+                    Ok(at) if at < config.capacity => tokens.min(at + 1),
+                    _ => continue,
+                },
             };
-            delta_token(state, &token, &mut vec![0.0; dim], output);
-            let gate = &mixed[channels + head * dim..][..dim];
-            let squares: f32 = output.iter().map(|x| x * x).sum();
-            let root = (squares / dim as f32 + epsilon as f32).sqrt();
-            for ((x, gain), gate) in output.iter_mut().zip(gain.storage::<f32>()).zip(gate) {
-                *x = *x / root * gain * silu(*gate);
-            }
-        });
-        (DeltaStore { conv, state }, tensor(output, [batch, values]))
+            let rates = &rates[..n * 2 * config.n_value_heads];
+            layer.append(earlier, state, [&mixed[..n * width], rates], &mut output[..n * values]);
+        }
+        (DeltaStore { conv, state }, tensor(output, [batch, tokens, values]))
     }
 }
 
-/// Applies the convolution and SiLU to one token, and moves its inputs into `earlier`, which holds
-/// a row for each token, oldest first.
-fn convolve(kernel: &[f32], earlier: &mut [f32], newest: &[f32], output: &mut [f32]) {
-    let channels = newest.len();
-    let tokens = kernel.len() / channels;
-    for (channel, weights) in kernel.chunks_exact(tokens).enumerate() {
-        let rows = earlier[channel.min(earlier.len())..].iter().step_by(channels);
-        let sum: f32 = weights.iter().zip(rows).map(|(weight, x)| weight * x).sum();
-        output[channel] = silu(sum + weights[tokens - 1] * newest[channel]);
-    }
-    if let Some(last) = earlier.len().checked_sub(channels) {
-        earlier.copy_within(channels.., 0);
-        earlier[last..].copy_from_slice(newest);
+/// The weights of a layer.
+struct Layer<'a> {
+    config: &'a DeltaConfig,
+    kernel: &'a [f32],
+    log_rate: &'a [f32],
+    time_bias: &'a [f32],
+    gain: &'a [f32],
+    epsilon: f32,
+}
+
+impl Layer<'_> {
+    /// Appends all tokens of `mixed` to a sequence with these earlier inputs and this state.
+    fn append(
+        &self,
+        earlier: &mut [f32],
+        state: &mut [f32],
+        [mixed, rates]: [&[f32]; 2],
+        output: &mut [f32],
+    ) {
+        let config = self.config;
+        let (channels, n_heads, dim) =
+            (config.conv_channels(), config.n_value_heads, config.head_dim.values);
+        let width = channels + config.value_channels();
+        let n = mixed.len() / width;
+        let mut convolved = vec![0.0; n * channels];
+        let (kept, before) = (earlier.len() / channels, &*earlier);
+        let input = |at: usize| match at.checked_sub(kept) {
+            Some(token) => &mixed[token * width..][..channels],
+            None => &before[at * channels..][..channels],
+        };
+        convolved.par_chunks_mut(channels).enumerate().for_each(|(token, output)| {
+            let rows: Vec<&[f32]> = (token..=token + kept).map(input).collect();
+            simd::convolve(self.kernel, &rows, output);
+            normalize_heads(config, output);
+        });
+        let last: Vec<f32> = (n..n + kept).flat_map(|at| input(at).iter().copied()).collect();
+        earlier.copy_from_slice(&last);
+
+        let (keys, key_channels) = (config.head_dim.keys, config.key_channels());
+        // Heads first, because each is computed by one thread.
+        let mut heads = vec![0.0; output.len()];
+        let states = state.par_chunks_mut(keys * dim).zip(heads.par_chunks_mut(n * dim));
+        states.enumerate().for_each(|(head, (state, output))| {
+            let of_token = |rates: &[f32]| {
+                let time = softplus(rates[n_heads + head] + self.time_bias[head]);
+                [(-self.log_rate[head].exp() * time).exp(), sigmoid(rates[head])]
+            };
+            let rates: Vec<[f32; 2]> = rates.chunks_exact(2 * n_heads).map(of_token).collect();
+            let query = config.key_head(head) * keys;
+            let tokens = DeltaTokens {
+                rows: &convolved,
+                stride: channels,
+                query,
+                key: key_channels + query,
+                value: 2 * key_channels + head * dim,
+                rates: &rates,
+            };
+            simd::delta_tokens(state, &tokens, output);
+        });
+        output.par_chunks_mut(n_heads * dim).enumerate().for_each(|(token, output)| {
+            output.copy_from_slice(&mixed[token * width + channels..][..n_heads * dim]);
+            simd::silu(output);
+            for (head, gated) in output.chunks_exact_mut(dim).enumerate() {
+                let head = &heads[(head * n + token) * dim..][..dim];
+                let squares: f32 = head.iter().map(|x| x * x).sum();
+                let factor = (squares / dim as f32 + self.epsilon).sqrt().recip();
+                for ((gate, x), gain) in gated.iter_mut().zip(head).zip(self.gain) {
+                    *gate *= x * factor * gain;
+                }
+            }
+        });
     }
 }
 
@@ -104,10 +150,6 @@ fn normalize_heads(config: &DeltaConfig, convolved: &mut [f32]) {
 
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
-}
-
-fn silu(x: f32) -> f32 {
-    x * sigmoid(x)
 }
 
 /// Returns `ln(1 + e^x)` without overflow.
