@@ -312,7 +312,7 @@ fn only_the_format_of_keys_counts<T: Target>(on: &On<T>) {
     }
 }
 
-/// What [`KvCache::attend`] is given as values is not read, whatever it holds.
+/// [`KvCache::attend`] does not read the values that it is given, whatever they are.
 fn given_values_are_ignored<T: Target>(on: &On<T>) {
     for name in sampled::<T, _>(["float", "k4v4-g16-r32", "kint8vint8"]) {
         let text = Text::new(name, [1, 4, 60], (96, 64), 90);
