@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result},
     fields::positive,
     gguf::Metadata,
-    nn::RopeScaling,
+    nn::{RopeScaling, yarn_gain},
 };
 
 /// The fields of `rope_parameters`, or of the older `rope_scaling`.
@@ -148,11 +148,6 @@ impl RopeFields {
 fn needed<T>(path: &Path, name: &str, value: Option<T>) -> Result<T> {
     let field = format!("rope_scaling.{name}");
     value.ok_or_else(|| Error::config(path, field, "missing", "the rope type needs it"))
-}
-
-/// Returns YaRN's factor of sines and cosines (<https://arxiv.org/abs/2309.00071>).
-pub(crate) fn yarn_gain(factor: f64, scale: f64) -> f64 {
-    if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
 
 pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Result<()> {

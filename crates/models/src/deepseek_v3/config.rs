@@ -6,7 +6,7 @@ use std::path::Path;
 use kv_cubecl::{AttentionOptions, Sides};
 use serde::{Deserialize, Serialize};
 
-use super::{json, names};
+use super::names;
 use crate::{
     checkpoint::{Weights, quantized::FP8},
     error::Result,
@@ -119,7 +119,7 @@ impl Config {
 }
 
 impl DecoderConfig for Config {
-    const MODEL_TYPES: &'static [&'static str] = &["deepseek_v3", json::V2, "kimi_k2"];
+    const MODEL_TYPES: &'static [&'static str] = &["deepseek_v3", "deepseek_v2", "kimi_k2"];
     const QUANTIZATIONS: &'static [&'static str] = &[FP8];
     const GGUF: &'static [(&'static str, GgufNames)] = &[("deepseek2", names::GGUF)];
 

@@ -14,7 +14,7 @@ use crate::{
     rope_config::{self, RopeFields},
 };
 
-pub(super) const V2: &str = "deepseek_v2";
+const V2: &str = "deepseek_v2";
 /// The selection of experts by sigmoids with a bias.
 const NOAUX: &str = "noaux_tc";
 /// The selections by probabilities, in groups and without groups.

@@ -5,7 +5,7 @@ use std::path::Path;
 use kv_cubecl::AttentionOptions;
 use serde_json::{Map, Value};
 
-use super::{file, names};
+use super::names;
 use crate::{
     checkpoint::Weights,
     error::{Error, Result},
@@ -106,11 +106,11 @@ impl DecoderConfig for Config {
     const GGUF: &'static [(&'static str, GgufNames)] = &[("gemma4", names::GGUF)];
 
     fn read(json: &ConfigJson<'_>, _: &mut Vec<String>) -> Result<Self> {
-        file::read(&ConfigJson { text: &json.text_fields()?, ..*json })
+        Self::from_json(&ConfigJson { text: &json.text_fields()?, ..*json })
     }
 
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
-        file::read_gguf(metadata, weights)
+        Self::from_gguf(metadata, weights)
     }
 
     fn check(&self, path: &Path) -> Result<()> {
@@ -165,6 +165,6 @@ impl DecoderConfig for Config {
     }
 
     fn to_json(&self, _: &Path) -> Result<Map<String, Value>> {
-        Ok(file::to_json(self))
+        Ok(self.fields())
     }
 }

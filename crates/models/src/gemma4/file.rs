@@ -26,8 +26,6 @@ const DEFAULTS: Defaults = Defaults {
     rope_theta: 1e6,
 };
 const LOCAL_THETA: f64 = 1e4;
-const GLOBAL_HEAD_DIM: usize = 512;
-const PER_LAYER_INPUTS: usize = 256;
 
 #[derive(Deserialize)]
 struct Raw {
@@ -48,7 +46,7 @@ struct Raw {
 }
 
 fn default_inputs() -> Option<usize> {
-    Some(PER_LAYER_INPUTS)
+    Some(256)
 }
 
 /// The sizes of one layer that differ from those of the model.
@@ -86,7 +84,7 @@ impl Raw {
         let Some(layers) = &self.per_layer_config else {
             let kv_heads = self.num_global_key_value_heads;
             let kv_heads = kv_heads.filter(|_| self.attention_k_eq_v == Some(true));
-            let head_dim = self.global_head_dim.unwrap_or(GLOBAL_HEAD_DIM);
+            let head_dim = self.global_head_dim.unwrap_or(512);
             return Ok([head_dim, kv_heads.unwrap_or(of_model[1])]);
         };
         let sizes = |layer: &usize| {
@@ -115,113 +113,115 @@ impl Raw {
     }
 }
 
-pub(super) fn read(json: &ConfigJson<'_>) -> Result<Config> {
-    let (raw, path) = (json.parse::<Raw>()?, json.path);
-    let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
-    json.check_only([("hidden_activation", json!("gelu_pytorch_tanh"))])?;
-    raw.check_supported(path, shared.vocab_size)?;
-    if !shared.full_layers.contains(&(shared.n_layers - 1)) {
-        let rule = "must be full_attention, as in transformers, which changes it without an error";
-        return Err(Error::config(path, "last of layer_types", "sliding_attention", rule));
-    }
-    let [global_head_dim, global_kv_heads] = raw.global_heads(path, &shared)?;
-    let mut local_rope_theta = LOCAL_THETA;
-    let mut global_rope = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
-    if let Some(ropes) = &raw.rope_parameters {
-        let full = &ropes.full_attention;
-        local_rope_theta = ropes.local_theta(path, shared.max_positions)?.unwrap_or(LOCAL_THETA);
-        global_rope = full.scaling_of_head(path, shared.max_positions)?;
-        shared.rope_theta = full.rope_theta.unwrap_or(DEFAULTS.rope_theta);
-    }
-    Ok(Config {
-        global_head_dim,
-        global_kv_heads,
-        global_rope,
-        local_rope_theta,
-        keys_are_values: raw.attention_k_eq_v.unwrap_or(false),
-        shared_layers: raw.num_kv_shared_layers.unwrap_or(0),
-        double_wide: raw.use_double_wide_mlp.unwrap_or(false),
-        per_layer_inputs: raw.hidden_size_per_layer_input.unwrap_or(0),
-        logit_softcap: raw.final_logit_softcapping,
-        shared,
-    })
-}
-
-pub(super) fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Config> {
-    let path = metadata.path();
-    // The sizes that differ by layer may be arrays; tensors have them, too.
-    let width = weights.rows("layers.0.mlp.gate_proj.weight")?;
-    let mut shared = SlidingConfig::from_gguf(metadata, weights, width, Some(1), &DEFAULTS)?;
-    let n_layers = shared.n_layers;
-    let slides = metadata.flags("attention.sliding_window_pattern", n_layers)?;
-    shared.full_layers = (0..n_layers).filter(|&i| !slides[i]).collect();
-    let global_head_dim = shared.head_dim;
-    shared.head_dim = metadata.size("attention.key_length_swa")?;
-    let global_rope = std::mem::replace(&mut shared.rope_scaling, RopeScaling::Default);
-
-    let shared_layers = metadata.optional_size("attention.shared_kv_layers")?.unwrap_or(0);
-    let kv_heads = |layer: Option<usize>, head_dim: usize| match layer {
-        Some(i) => {
-            let rows = weights.rows(&format!("layers.{i}.self_attn.k_proj.weight"))?;
-            Ok::<_, Error>((rows / head_dim.max(1)).max(1))
+impl Config {
+    pub(super) fn from_json(json: &ConfigJson<'_>) -> Result<Self> {
+        let (raw, path) = (json.parse::<Raw>()?, json.path);
+        let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
+        json.check_only([("hidden_activation", json!("gelu_pytorch_tanh"))])?;
+        raw.check_supported(path, shared.vocab_size)?;
+        if !shared.full_layers.contains(&(shared.n_layers - 1)) {
+            let rule = "must be full_attention; transformers changes it without an error";
+            return Err(Error::config(path, "last of layer_types", "sliding_attention", rule));
         }
-        None => Ok(1),
-    };
-    let local = (0..n_layers).find(|&i| slides[i]);
-    let global = (0..n_layers).find(|&i| !slides[i]);
-    shared.n_kv_heads = kv_heads(local, shared.head_dim)?;
-    let global_kv_heads = kv_heads(global, global_head_dim)?;
-    let values = global.map(|i| format!("layers.{i}.self_attn.v_proj.weight"));
-    let last = weights.rows(&format!("layers.{}.mlp.gate_proj.weight", n_layers - 1))?;
-    if metadata.optional_size("expert_count")?.is_some_and(|n| n > 0) {
-        let why = format!("{} has expert_count above 0", path.display());
-        return Err(Error::unsupported("experts in Gemma 4", why));
+        let [global_head_dim, global_kv_heads] = raw.global_heads(path, &shared)?;
+        let mut local_rope_theta = LOCAL_THETA;
+        let mut global_rope = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
+        if let Some(ropes) = &raw.rope_parameters {
+            let full = &ropes.full_attention;
+            local_rope_theta =
+                ropes.local_theta(path, shared.max_positions)?.unwrap_or(LOCAL_THETA);
+            global_rope = full.scaling_of_head(path, shared.max_positions)?;
+            shared.rope_theta = full.rope_theta.unwrap_or(DEFAULTS.rope_theta);
+        }
+        Ok(Self {
+            global_head_dim,
+            global_kv_heads,
+            global_rope,
+            local_rope_theta,
+            keys_are_values: raw.attention_k_eq_v.unwrap_or(false),
+            shared_layers: raw.num_kv_shared_layers.unwrap_or(0),
+            double_wide: raw.use_double_wide_mlp.unwrap_or(false),
+            per_layer_inputs: raw.hidden_size_per_layer_input.unwrap_or(0),
+            logit_softcap: raw.final_logit_softcapping,
+            shared,
+        })
     }
-    let inputs = metadata.optional_size("embedding_length_per_layer_input")?;
-    Ok(Config {
-        global_head_dim,
-        global_kv_heads,
-        global_rope,
-        local_rope_theta: metadata.float("rope.freq_base_swa")?.unwrap_or(LOCAL_THETA),
-        keys_are_values: values.is_some_and(|name| !weights.contains(&name)),
-        shared_layers,
-        double_wide: shared_layers > 0 && last == 2 * shared.intermediate_size,
-        per_layer_inputs: inputs.unwrap_or(0),
-        logit_softcap: metadata.float("final_logit_softcapping")?,
-        shared,
-    })
-}
 
-/// Returns the fields that [`read`] reads, as transformers writes them, and those of its older
-/// versions.
-pub(super) fn to_json(config: &Config) -> Map<String, Value> {
-    let Config { shared, global_head_dim, global_kv_heads, .. } = config;
-    let of_layer = json!({"head_dim": global_head_dim, "num_key_value_heads": global_kv_heads});
-    let layers: Map<String, Value> =
-        shared.full_layers.iter().map(|i| (i.to_string(), of_layer.clone())).collect();
-    let mut full = match rope_config::to_json(&config.global_rope, shared.max_positions) {
-        Value::Object(fields) => fields,
-        _ => Map::from_iter([("rope_type".to_string(), json!("default"))]),
-    };
-    full.insert("rope_theta".into(), json!(shared.rope_theta));
-    let local = json!({"rope_type": "default", "rope_theta": config.local_rope_theta});
-    let mut fields = shared.to_json(json!({
-        "architectures": ["Gemma4ForCausalLM"],
-        "model_type": "gemma4_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": config.logit_softcap,
-        "vocab_size_per_layer_input": shared.vocab_size,
-        "hidden_size_per_layer_input": config.per_layer_inputs,
-        "attention_k_eq_v": config.keys_are_values,
-        "num_kv_shared_layers": config.shared_layers,
-        "enable_moe_block": false,
-        "use_double_wide_mlp": config.double_wide,
-        "global_head_dim": global_head_dim,
-        "num_global_key_value_heads": global_kv_heads,
-        "per_layer_config": layers,
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-    }));
-    fields.remove("rope_theta");
-    fields.remove("rope_scaling");
-    fields
+    pub(super) fn from_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
+        let path = metadata.path();
+        // The sizes that differ by layer may be arrays; tensors have them, too.
+        let width = weights.rows("layers.0.mlp.gate_proj.weight")?;
+        let mut shared = SlidingConfig::from_gguf(metadata, weights, width, Some(1), &DEFAULTS)?;
+        let n_layers = shared.n_layers;
+        let slides = metadata.flags("attention.sliding_window_pattern", n_layers)?;
+        shared.full_layers = (0..n_layers).filter(|&i| !slides[i]).collect();
+        let global_head_dim = shared.head_dim;
+        shared.head_dim = metadata.size("attention.key_length_swa")?;
+        let global_rope = std::mem::replace(&mut shared.rope_scaling, RopeScaling::Default);
+
+        let shared_layers = metadata.optional_size("attention.shared_kv_layers")?.unwrap_or(0);
+        let kv_heads = |layer: Option<usize>, head_dim: usize| match layer {
+            Some(i) => {
+                let rows = weights.rows(&format!("layers.{i}.self_attn.k_proj.weight"))?;
+                Ok::<_, Error>((rows / head_dim.max(1)).max(1))
+            }
+            None => Ok(1),
+        };
+        let global = (0..n_layers).find(|&i| !slides[i]);
+        shared.n_kv_heads = kv_heads((0..n_layers).find(|&i| slides[i]), shared.head_dim)?;
+        let global_kv_heads = kv_heads(global, global_head_dim)?;
+        let values = global.map(|i| format!("layers.{i}.self_attn.v_proj.weight"));
+        let last = weights.rows(&format!("layers.{}.mlp.gate_proj.weight", n_layers - 1))?;
+        if metadata.optional_size("expert_count")?.is_some_and(|n| n > 0) {
+            let why = format!("{} has expert_count above 0", path.display());
+            return Err(Error::unsupported("experts in Gemma 4", why));
+        }
+        let inputs = metadata.optional_size("embedding_length_per_layer_input")?;
+        Ok(Self {
+            global_head_dim,
+            global_kv_heads,
+            global_rope,
+            local_rope_theta: metadata.float("rope.freq_base_swa")?.unwrap_or(LOCAL_THETA),
+            keys_are_values: values.is_some_and(|name| !weights.contains(&name)),
+            shared_layers,
+            double_wide: shared_layers > 0 && last == 2 * shared.intermediate_size,
+            per_layer_inputs: inputs.unwrap_or(0),
+            logit_softcap: metadata.float("final_logit_softcapping")?,
+            shared,
+        })
+    }
+
+    /// Returns the fields that [`from_json`](Self::from_json) reads, as transformers writes them, and those of its older
+    /// versions.
+    pub(super) fn fields(&self) -> Map<String, Value> {
+        let Config { shared, global_head_dim, global_kv_heads, .. } = self;
+        let of_layer = json!({"head_dim": global_head_dim, "num_key_value_heads": global_kv_heads});
+        let layers: Map<String, Value> =
+            shared.full_layers.iter().map(|i| (i.to_string(), of_layer.clone())).collect();
+        let mut full = match rope_config::to_json(&self.global_rope, shared.max_positions) {
+            Value::Object(fields) => fields,
+            _ => Map::from_iter([("rope_type".to_string(), json!("default"))]),
+        };
+        full.insert("rope_theta".into(), json!(shared.rope_theta));
+        let local = json!({"rope_type": "default", "rope_theta": self.local_rope_theta});
+        let mut fields = shared.to_json(json!({
+            "architectures": ["Gemma4ForCausalLM"],
+            "model_type": "gemma4_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": self.logit_softcap,
+            "vocab_size_per_layer_input": shared.vocab_size,
+            "hidden_size_per_layer_input": self.per_layer_inputs,
+            "attention_k_eq_v": self.keys_are_values,
+            "num_kv_shared_layers": self.shared_layers,
+            "enable_moe_block": false,
+            "use_double_wide_mlp": self.double_wide,
+            "global_head_dim": global_head_dim,
+            "num_global_key_value_heads": global_kv_heads,
+            "per_layer_config": layers,
+            "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        }));
+        fields.remove("rope_theta");
+        fields.remove("rope_scaling");
+        fields
+    }
 }

@@ -29,6 +29,7 @@ pub use mlp::{GatedMlp, Gating, gated, in_f32, soft_capped};
 pub(crate) use norm::norm_heads;
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
 pub use project::project;
+pub(crate) use rope::yarn_gain;
 pub use rope::{Rope, RopeRows, RopeScaling};
 pub use routed::Routed;
 pub use rows::by_rows;

@@ -6,10 +6,7 @@ use std::sync::{Arc, OnceLock};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::{RopeTable, sparse::rope_pairs};
 
-use crate::{
-    error::{Error, Result},
-    rope_config::yarn_gain,
-};
+use crate::error::{Error, Result};
 
 /// The deviation of a model's rope frequencies from `theta^(-2i / rotary_dim)`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -120,6 +117,11 @@ impl RopeScaling {
         let known = [Self::Default].into_iter().chain(llama3).find(same);
         known.unwrap_or(Self::Divisors(divisors))
     }
+}
+
+/// Returns YaRN's factor of sines and cosines (<https://arxiv.org/abs/2309.00071>).
+pub(crate) fn yarn_gain(factor: f64, scale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 }
 }
 
 /// A rope: one frequency per pair of channels.
