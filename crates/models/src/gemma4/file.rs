@@ -191,10 +191,10 @@ impl Config {
         })
     }
 
-    /// Returns the fields that [`from_json`](Self::from_json) reads, as transformers writes them, and those of its older
-    /// versions.
+    /// Returns the fields that [`from_json`](Self::from_json) reads, as old and new versions of
+    /// transformers write them.
     pub(super) fn fields(&self) -> Map<String, Value> {
-        let Config { shared, global_head_dim, global_kv_heads, .. } = self;
+        let Self { shared, global_head_dim, global_kv_heads, .. } = self;
         let of_layer = json!({"head_dim": global_head_dim, "num_key_value_heads": global_kv_heads});
         let layers: Map<String, Value> =
             shared.full_layers.iter().map(|i| (i.to_string(), of_layer.clone())).collect();
