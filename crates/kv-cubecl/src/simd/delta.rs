@@ -7,7 +7,7 @@ use macerator::{Scalar, Simd, Vector};
 use super::{dots, exp2, load, store};
 
 /// The tokens of a call as one head sees them. Queries, keys and values are rows of other numbers.
-pub(crate) struct DeltaTokens<'a> {
+pub(crate) struct HeadTokens<'a> {
     /// The rows of the tokens.
     pub(crate) rows: &'a [f32],
     /// The length of a row.
@@ -22,7 +22,7 @@ pub(crate) struct DeltaTokens<'a> {
     pub(crate) rates: &'a [[f32; 2]],
 }
 
-impl DeltaTokens<'_> {
+impl HeadTokens<'_> {
     fn part(&self, token: usize, start: usize, width: usize) -> &[f32] {
         &self.rows[token * self.stride + start..][..width]
     }
@@ -36,7 +36,7 @@ impl DeltaTokens<'_> {
 #[macerator::with_simd]
 pub(crate) fn delta_tokens<'a, S: Simd>(
     state: &mut [f32],
-    tokens: &DeltaTokens<'a>,
+    tokens: &HeadTokens<'a>,
     output: &mut [f32],
 ) {
     let (lanes, n) = (f32::lanes::<S>(), tokens.rates.len());
@@ -62,7 +62,7 @@ pub(crate) fn delta_tokens<'a, S: Simd>(
 #[inline(always)]
 fn columns<S: Simd, const N: usize>(
     state: &mut [f32],
-    tokens: &DeltaTokens<'_>,
+    tokens: &HeadTokens<'_>,
     output: &mut [f32],
     first: usize,
 ) -> usize {
@@ -107,7 +107,7 @@ fn columns<S: Simd, const N: usize>(
 #[inline(always)]
 fn last_columns<S: Simd>(
     state: &mut [f32],
-    tokens: &DeltaTokens<'_>,
+    tokens: &HeadTokens<'_>,
     output: &mut [f32],
     first: usize,
 ) -> usize {

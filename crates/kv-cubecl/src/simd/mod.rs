@@ -23,7 +23,7 @@ use core::f32::consts::LN_2;
 
 use macerator::{Scalar, Simd, Vector};
 
-pub(crate) use delta::{DeltaTokens, convolve, delta_tokens, silu};
+pub(crate) use delta::{HeadTokens, convolve, delta_tokens, silu};
 pub(crate) use hadamard::hadamard;
 pub(crate) use index::HeadLanes;
 pub(crate) use rows::{add_rows, score_rows};

@@ -78,7 +78,7 @@ pub enum RopeScaling {
 
 impl RopeScaling {
     /// Returns the factor of attention scores in DeepSeek's models, which is 1 except for YaRN.
-    pub(crate) fn score_gain(&self) -> f64 {
+    pub fn score_gain(&self) -> f64 {
         match *self {
             Self::Yarn { factor, score_mscale, .. } => yarn_gain(factor, score_mscale).powi(2),
             _ => 1.0,

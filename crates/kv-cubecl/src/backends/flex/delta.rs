@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::{contiguous, dims, floats, tensor};
 use crate::{
     delta::{DeltaConfig, DeltaOps, DeltaStore, LENGTH_EPSILON, StepInputs, StepWeights},
-    simd::{self, DeltaTokens},
+    simd::{self, HeadTokens},
 };
 
 impl DeltaOps for Flex {
@@ -111,7 +111,7 @@ impl Layer<'_> {
             };
             let rates: Vec<[f32; 2]> = rates.chunks_exact(2 * n_heads).map(of_token).collect();
             let query = config.key_head(head) * keys;
-            let tokens = DeltaTokens {
+            let tokens = HeadTokens {
                 rows: &convolved,
                 stride: channels,
                 query,
