@@ -26,6 +26,8 @@ fn no_command_overwrites_its_inputs() {
     let bench = |name: &'static str| [&["bench", name][..], &with_model].concat();
     let cache = ["--cache", &*policy];
     let small = ["--tokens", "40"];
+    let generate = [&["generate", "--prompt", "a"][..], &with_model].concat();
+    let with_prompt = ["generate", "--prompt-file", &*text];
     let search = ["--bytes", "1M", "--base", "k4v4-g16-r16"];
     for (args, output, option) in [
         ([&on_text("ppl")[..], &small].concat(), ["--json", &text], "--text"),
@@ -42,6 +44,16 @@ fn no_command_overwrites_its_inputs() {
         ([&bench("prefill")[..], &cache].concat(), ["--plot", &policy], "--cache"),
         (bench("llm"), ["--json", &config], "--model"),
         (vec!["--text", &text], ["--json", &text], "--text"),
+        ([&generate[..], &cache].concat(), ["--json", &policy], "--cache"),
+        (generate.clone(), ["--save-cache", &config], "--model"),
+        (generate.clone(), ["--profile", &config], "--model"),
+        ([&with_prompt[..], &with_model].concat(), ["--save-cache", &text], "--prompt-file"),
+        (
+            [&["generate", "--prompts", &text][..], &with_model].concat(),
+            ["--json", &text],
+            "--prompts",
+        ),
+        ([&generate[..], &["--load-cache", &text]].concat(), ["--json", &text], "--load-cache"),
     ] {
         let parts = [output[0].trim_start_matches('-'), option, "would overwrite"];
         refused(&[&args[..], &output].concat(), &parts);
@@ -55,6 +67,8 @@ fn no_command_overwrites_its_inputs() {
     let twice = space.path("both");
     let both = ["--json", &*twice, "--plot", &twice];
     refused(&[&bench("decode")[..], &both].concat(), &["plot", "--json writes that file too"]);
+    let both = ["--save-cache", &*twice, "--json", &twice];
+    refused(&[&generate[..], &both].concat(), &["json", "--save-cache writes that file too"]);
 }
 
 #[test]

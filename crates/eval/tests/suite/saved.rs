@@ -186,7 +186,8 @@ fn mismatches_are_one_line_before_anything_is_generated() {
     let none = &space.path("none");
     refused(&generate(&space, &["--prompt", PROMPT, "--load-cache", none]), &["none: not found"]);
     refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", "-"]), &["save-cache -"]);
-    let folder = &space.path("model");
+    let folder = &space.path("other");
+    fs::create_dir(folder).unwrap();
     refused(
         &generate(&space, &["--prompt", PROMPT, "--save-cache", folder]),
         &["save-cache", "folder"],

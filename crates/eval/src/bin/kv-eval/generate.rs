@@ -8,14 +8,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, OutFile, Plain, Screen, cache_help, dispatch, note};
+use kv_cli::{INTERRUPTED, NamedFiles, OutFile, Plain, Screen, cache_help, dispatch, note};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
-    ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, ModelCacheConfig, Sampler, Sampling,
-    SavedCache, Tokenizer, chat::Message, generate::StopStrings,
+    ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, Sampler, Sampling, SavedCache,
+    Tokenizer, chat::Message, generate::StopStrings,
 };
 
 use crate::{
+    arguments::NamedCache,
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
     generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
@@ -73,10 +74,10 @@ pub(crate) struct Args {
     /// Use only the first tokens of the prompt.
     #[arg(long)]
     prompt_tokens: Option<usize>,
-    #[arg(long, value_parser = ModelCacheConfig::find, help = cache_help(
+    #[arg(long, help = cache_help(
         "Cache to generate with [default: the cache of the model's kv_cache.json, else float]"
     ))]
-    cache: Option<ModelCacheConfig>,
+    cache: Option<NamedCache>,
     /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a
     /// conversation, or the model's limit if that is less].
     #[arg(long, short)]
@@ -167,6 +168,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Loads the model and continues the prompts. Returns whether it was interrupted.
 fn run_on<T: Target>(args: &Args) -> Result<bool> {
+    args.files().check()?;
     let mut profile = args.profile.record()?;
     let interrupt = Interrupt::listen(profile.interrupted())?;
     let device = On::<T>::open()?;
@@ -180,7 +182,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let (Source { model, tokenizer, cache, name, .. }, budget) =
         source::load(&args.on, Weights::Packed, args.request(&prompts), &device)?;
     let template = args.template(&tokenizer)?;
-    let chosen = args.cache.clone().or(cache);
+    let chosen = args.cache.as_ref().map(|named| named.value.clone()).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
     note_policies([&chosen], model.spec());
     // One cache serves the whole run, so its transform of values can be folded into the weights.
@@ -250,6 +252,20 @@ impl Args {
         writer.json.finish()?;
         ended?;
         Ok(writer.interrupted)
+    }
+
+    fn files(&self) -> NamedFiles<'_> {
+        let files = NamedFiles::default()
+            .reads_model("model", self.on.source.given())
+            .writes("save-cache", self.save_cache.as_deref())
+            .writes("json", self.json.as_deref())
+            .writes("profile", self.profile.path());
+        // A cache may be saved to the file that it was loaded from.
+        let loaded = self.load_cache.iter().filter(|&path| Some(path) != self.save_cache.as_ref());
+        let files = loaded.fold(files, |files, path| files.reads("load-cache", path));
+        let files = self.prompt_file.iter().fold(files, |files, it| files.reads("prompt-file", it));
+        let files = self.prompts.iter().fold(files, |files, it| files.reads("prompts", it));
+        self.cache.iter().fold(files, |files, cache| files.reads("cache", &cache.name))
     }
 
     /// Opens the cache to load, after checking that the cache to save can be written.
@@ -383,7 +399,8 @@ impl Args {
             n => self.batch.min(n).saturating_add(1),
         };
         let exact = self.capacity.is_some();
-        MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(&self.cache, capacity) }
+        let caches = self.cache.as_ref().map(|named| named.value.clone());
+        MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(caches, capacity) }
     }
 
     /// Returns the prompts; none for a conversation.
