@@ -109,7 +109,7 @@ pub(crate) fn kv_heads(
     }
 }
 
-/// Returns `fields`, with those of the object `more` in place of others of the same name.
+/// Returns `fields` and the fields of the object `more`, which replace others of the same name.
 pub(crate) fn extended(mut fields: Map<String, Value>, more: Value) -> Map<String, Value> {
     if let Value::Object(more) = more {
         fields.extend(more);

@@ -159,7 +159,7 @@ fn exp_of_negative<S: Simd>(x: Vector<S, f32>) -> Vector<S, f32> {
 }
 
 /// Returns SiLU of a convolution over the tokens of `rows`, oldest first. `kernel` has the weights
-/// of a channel after those of another.
+/// channel by channel.
 #[allow(clippy::needless_lifetimes, reason = "the macro does not name elided ones")]
 #[macerator::with_simd]
 pub(crate) fn convolve<'a, S: Simd>(kernel: &[f32], rows: &[&'a [f32]], output: &mut [f32]) {

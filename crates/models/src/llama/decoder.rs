@@ -9,7 +9,7 @@ use crate::{
     checkpoint::Weights,
     error::{Error, Result},
     family::ConfigJson,
-    fields::{positive, sizes},
+    fields::{kv_heads, positive, sizes},
     gguf::{GgufNames, Metadata},
     nn::Rope,
     rope_config,
@@ -51,10 +51,7 @@ impl DecoderConfig for Config {
             ("rotary_dim", self.rotary_dim),
         ];
         sizes(path, &fields)?;
-        if !n_heads.is_multiple_of(n_kv_heads) {
-            let rule = format!("does not divide num_attention_heads {n_heads}");
-            return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
-        }
+        kv_heads(path, ("num_key_value_heads", n_kv_heads), n_heads)?;
         if of_sides != head_dim.into() {
             let rule = format!("must equal head_dim {head_dim} in this family");
             return Err(Error::config(path, "head_dim of values", of_sides.values, rule));

@@ -42,7 +42,7 @@ pub(crate) const LLAMA_GGUF: GgufNames = GgufNames {
     base: None,
 };
 
-/// Returns the names in `inner` and, where it has none, those of [`LLAMA_GGUF`].
+/// Returns the names in `inner`, and [`LLAMA_GGUF`] for the tensors that it does not name.
 pub(crate) const fn gguf_names(inner: &'static [(&'static str, &'static str)]) -> GgufNames {
     GgufNames { layer: LLAMA_GGUF.layer, outer: &[], inner, base: Some(&LLAMA_GGUF) }
 }
