@@ -55,6 +55,7 @@ mod simd;
 pub mod sparse;
 mod target;
 mod training;
+mod zeros;
 
 /// The target of the [`tracing`] events with which each launch of attention on a GPU tells its
 /// `kernel` and the `bytes` of the cache that it reads, where the host knows its length. Without a

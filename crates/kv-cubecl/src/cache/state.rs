@@ -12,6 +12,7 @@ use crate::{
     Result, RopeTable, Token, TokenPosition, TokenRope,
     layout::{CacheLayout, QuantSpec, Side, Sides},
     shapes,
+    zeros::zeros,
 };
 
 /// The tensors of a cache; `None` only while a backend writes them.
@@ -58,10 +59,9 @@ impl State {
     }
 
     pub(super) fn zeros(layout: &CacheLayout, device: &Device) -> Self {
-        let words = |side| Tensor::zeros([layout.words(side)], (device, DType::U32));
-        let words = Sides::from_fn(words);
+        let words = Sides::from_fn(|side| zeros([layout.words(side)], device, DType::U32));
         let float = layout.config().float.dtype();
-        Self::new(words, Tensor::zeros(layout.float_shape(), (device, float)))
+        Self::new(words, zeros(layout.float_shape(), device, float))
     }
 
     /// Wraps tensors of the shapes and types of [`zeros`](Self::zeros).

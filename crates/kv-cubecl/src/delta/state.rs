@@ -9,7 +9,10 @@ use super::{
     DeltaConfig, DeltaOps, DeltaTokens, DeltaWeights, StepInputs, StepWeights, ops::DeltaStore,
     tokens::Carried,
 };
-use crate::{CacheFloat, Error, Result, error::invalid, ops::TokenPosition, sequences::check_room};
+use crate::{
+    CacheFloat, Error, Result, error::invalid, ops::TokenPosition, sequences::check_room,
+    zeros::zeros,
+};
 
 /// The streaming state of a layer of the gated delta rule: a matrix for each value head, and the
 /// last inputs of the convolution. Its size does not depend on the number of tokens.
@@ -46,8 +49,8 @@ impl DeltaState {
         }
         Ok(Self {
             config: *config,
-            conv: Tensor::zeros(config.conv_shape(batch), (&device, DType::F32)),
-            state: Tensor::zeros(config.state_shape(batch), (&device, dtype)),
+            conv: zeros(config.conv_shape(batch), &device, DType::F32),
+            state: zeros(config.state_shape(batch), &device, dtype),
             lens: vec![0; batch],
         })
     }

@@ -6,7 +6,7 @@ use burn::{
 };
 
 use super::{RowLayout, Rows, SparseOps, Stride};
-use crate::{Error, Result};
+use crate::{Error, Result, zeros::zeros};
 
 /// A store of rows. The tensors are `None` only while a backend writes them.
 #[derive(Clone, Debug)]
@@ -20,9 +20,8 @@ const LOST: &str = "the cache is lost: its backend panicked while writing";
 
 impl RowStore {
     pub(super) fn zeros(layout: RowLayout, device: &Device) -> Self {
-        let codes = Tensor::<1, Int>::zeros([layout.words()], (device, DType::U32));
-        let floats =
-            Tensor::<3>::zeros(layout.float_shape(), (device, layout.format.float.dtype()));
+        let codes = zeros([layout.words()], device, DType::U32);
+        let floats = zeros(layout.float_shape(), device, layout.format.float.dtype());
         Self::of(layout, codes, floats)
     }
 

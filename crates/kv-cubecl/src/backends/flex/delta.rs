@@ -37,12 +37,11 @@ impl DeltaOps for Flex {
         let values = config.value_channels();
         let mut output = vec![0.0; batch * tokens * values];
         let kept = (config.conv_tokens - 1) * config.conv_channels();
-        let earlier = conv.storage_mut::<f32>().chunks_mut(kept.max(1));
+        let mut earlier = conv.storage_mut::<f32>().chunks_mut(kept.max(1));
         let states = state.storage_mut::<f32>().chunks_mut(config.head_dim.keys * values);
         let mixed = mixed.storage::<f32>().chunks(tokens * width);
         let rates = rates.storage::<f32>().chunks(tokens * 2 * config.n_value_heads);
         let outputs = output.chunks_mut(tokens * values);
-        let mut earlier = earlier.into_iter();
         for (at, (((state, mixed), rates), output)) in
             states.zip(mixed).zip(rates).zip(outputs).enumerate()
         {
