@@ -238,7 +238,7 @@ fn other_models_and_caches_are_named() {
         config["sliding_window"] = json!(20);
     });
     let window = load(window.path(), &on).unwrap().model;
-    saved.refused(&window, saved.config, &["layers.0.sliding_window = None", "Some(20)"]);
+    saved.refused(&window, saved.config, &["layers.0.sliding_window = none", "this model has 20;"]);
 
     // Other caches.
     for name in
@@ -252,6 +252,41 @@ fn other_models_and_caches_are_named() {
     let opened = SavedCache::open(saved.path()).unwrap();
     let error = opened.restore(&saved.model, mixed, &on).unwrap_err().to_string();
     assert_contains(&error, &["layers.1.cache = k4v2-g16-r16-s3: float is requested"]);
+}
+
+/// A field that changes what a model computes, but neither its weights nor its caches.
+#[test]
+fn other_configurations_of_the_same_weights_are_named() {
+    let on = device();
+    let cases = [
+        ("deepseek_v3-tiny", "rope_interleave", json!(false)),
+        ("deepseek_v3-tiny", "rms_norm_eps", json!(1e-3)),
+        ("deepseek_v3-tiny", "num_experts_per_tok", json!(1)),
+        ("deepseek_v3-tiny", "n_group", json!(4)),
+        ("deepseek_v3-tiny", "topk_group", json!(2)),
+        ("deepseek_v3-tiny", "routed_scaling_factor", json!(1.0)),
+        ("deepseek_v3-tiny", "norm_topk_prob", json!(false)),
+        ("qwen3_5-tiny", "rms_norm_eps", json!(0.01)),
+        ("gemma4-tiny", "final_logit_softcapping", json!(5.0)),
+        ("gpt-oss-tiny", "swiglu_limit", json!(3.0)),
+    ];
+    for (name, field, value) in cases {
+        let saved = Saved::new(name);
+        let change = |value| crate::common::with_config(name, |config| config[field] = value);
+        let other = load(change(value.clone()).path(), &on).unwrap().model;
+        let (field, rule) = (format!("model.{field} = "), format!("this model has {value}"));
+        saved.refused(&other, saved.config, &[&field, &rule, "belongs to the-maker"]);
+    }
+    // The longest context changes nothing else, and GGUF files have numbers in f32.
+    let saved = Saved::new("llama-tiny");
+    let same = crate::common::with_config("llama-tiny", |config| {
+        config["max_position_embeddings"] = json!(400);
+        let epsilon = config["rms_norm_eps"].as_f64().unwrap();
+        config["rms_norm_eps"] = json!(f64::from(epsilon as f32));
+    });
+    let same = load(same.path(), &on).unwrap().model;
+    let opened = SavedCache::open(saved.path()).unwrap();
+    assert!(opened.restore(&same, saved.config, &on).is_ok());
 }
 
 /// Longrope has two sets of frequencies; the capacity selects one.

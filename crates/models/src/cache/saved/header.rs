@@ -1,20 +1,36 @@
 //! The metadata of a saved cache.
 
+use core::fmt;
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::super::layer::LayerConfig;
 use crate::{
     cache_config::ModelCacheConfig,
     chat::Message,
     error::Result,
+    family::JsonFields,
     model::LanguageModel,
     nn::Rope,
     spec::{LayerSpec, ModelSpec},
 };
 
-/// The version that is written. Version 1, which has no checkpoints, and version 2, in which all
-/// layers have keys and values, are also read.
-pub(super) const VERSION: u32 = 3;
+/// The version that is written. Version 1, which has no checkpoints, version 2, in which all layers
+/// have keys and values, and version 3, which has no configuration, are also read.
+pub(super) const VERSION: u32 = 4;
+
+/// The fields of a configuration that are not compared. The first three do not change what a model
+/// computes, and [`RopeMark`] describes the others.
+const NOT_COMPARED: [&str; 6] = [
+    "architectures",
+    "model_type",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+];
 
 /// The metadata of a saved cache, as JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -54,6 +70,9 @@ pub(super) struct Maker {
     /// The storage of the weights, see [`kept_weights`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) kept: Option<String>,
+    /// The configuration, as in `config.json`, if the family can express it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    config: Option<JsonFields>,
 }
 
 /// Returns how the weights of a model are stored: `packed`, or their type.
@@ -103,6 +122,7 @@ impl Maker {
             hidden_size,
             weights: super::fingerprint::of_weights(model)?,
             kept: Some(kept_weights(model)),
+            config: model.decoder().config_json(Path::new("config.json")).ok(),
         })
     }
 
@@ -140,6 +160,39 @@ impl Maker {
             )),
         }
     }
+}
+
+impl Maker {
+    /// Compares the configuration with the model `asked` for; returns what
+    /// [`other_sizes`](Self::other_sizes) does. A field that only one of them has is of another
+    /// version of this crate.
+    pub(super) fn other_config(&self, asked: &Self) -> Option<(String, String, String)> {
+        let (here, there) = (self.config.as_ref()?, asked.config.as_ref()?);
+        let compared = here.iter().filter(|(name, _)| !NOT_COMPARED.contains(&name.as_str()));
+        let mut pairs = compared.filter_map(|(name, here)| Some((name, here, there.get(name)?)));
+        let (name, here, there) = pairs.find(|(_, here, there)| !same(here, there))?;
+        let rule = format!("this model has {there}; the cache belongs to {}", self.name);
+        Some((format!("model.{name}"), here.to_string(), rule))
+    }
+}
+
+/// Compares values of two configurations. GGUF files have numbers in f32.
+fn same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(x), Value::Number(y)) => match (x.as_f64(), y.as_f64()) {
+            (Some(x), Some(y)) => x as f32 == y as f32,
+            _ => x == y,
+        },
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+        }
+        _ => a == b,
+    }
+}
+
+/// Returns an optional value in words.
+fn optional(value: Option<impl fmt::Debug>) -> String {
+    value.map_or_else(|| "none".into(), |value| format!("{value:?}"))
 }
 
 impl Layer {
@@ -184,17 +237,17 @@ impl Layer {
 
     /// Returns the first field in which `other` differs, and both values.
     pub(super) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
-        let text = |value: &dyn core::fmt::Debug| format!("{value:?}");
+        let text = |value: &dyn fmt::Debug| format!("{value:?}");
         let fields = |it: &Self| {
             [
                 ("n_heads", text(&it.n_heads)),
                 ("n_kv_heads", text(&it.n_kv_heads)),
                 ("head_dim", text(&it.head_dim)),
                 ("shares_values", text(&it.shares_values)),
-                ("scale", text(&it.scale)),
-                ("softcap", text(&it.softcap)),
-                ("sliding_window", text(&it.sliding_window)),
-                ("rope", text(&it.rope)),
+                ("scale", optional(it.scale)),
+                ("softcap", optional(it.softcap)),
+                ("sliding_window", optional(it.sliding_window)),
+                ("rope", optional(it.rope)),
             ]
         };
         let pairs = fields(self).into_iter().zip(fields(other));

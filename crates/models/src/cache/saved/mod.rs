@@ -36,7 +36,7 @@ use super::{
 use crate::{
     cache_config::ModelCacheConfig,
     chat::Message,
-    error::{Error, Result},
+    error::{Error, Result, unreadable},
     gguf::map,
     model::LanguageModel,
 };
@@ -234,8 +234,11 @@ impl SavedCache {
         }
         for (i, (saved, asked)) in layers.iter().zip(&asked).enumerate() {
             if let Some((field, saved, asked)) = saved.difference(asked) {
-                let remedy = if field == "cache" { "; use the same --cache" } else { "" };
-                let rule = format!("{asked} is requested{remedy}");
+                let rule = match field {
+                    "cache" => format!("{asked} is requested; use the same --cache"),
+                    "state" | "rollback" => format!("{asked} is requested"),
+                    _ => format!("this model has {asked}; load the model that filled the cache"),
+                };
                 return wrong(format!("layers.{i}.{field}"), saved, rule);
             }
         }
@@ -263,7 +266,10 @@ impl SavedCache {
             );
             return wrong(format!("ropes.{i}"), describe(ropes.get(i)), rule);
         }
-        Ok(())
+        match maker.other_config(&own) {
+            Some((field, saved, rule)) => wrong(field, saved, rule),
+            None => Ok(()),
+        }
     }
 
     /// Returns the length of the longest sequence.
@@ -315,7 +321,7 @@ fn malformed(path: &Path, why: impl ToString) -> Error {
 fn read(path: &Path, bytes: &[u8]) -> Result<(Header, Vec<Vec<u32>>)> {
     let wrong = |why: String| malformed(path, why);
     let (length, metadata) =
-        SafeTensors::read_metadata(bytes).map_err(|error| wrong(error.to_string()))?;
+        SafeTensors::read_metadata(bytes).map_err(|error| wrong(unreadable(&error)))?;
     let tensors = SafeTensors::deserialize(bytes).map_err(|error| wrong(error.to_string()))?;
     let text = metadata.metadata().as_ref().and_then(|metadata| metadata.get(KEY));
     let text = text.ok_or_else(|| wrong(format!("its metadata have no {KEY}")))?;
