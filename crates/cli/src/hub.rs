@@ -74,7 +74,7 @@ pub fn name_of(path: &Path) -> String {
 /// Of the weights a repository has, one kind is downloaded: safetensors, else PyTorch's, else GGUF.
 fn resolve(model: &str, revision: Option<&str>) -> Result<PathBuf> {
     let path = Path::new(model);
-    if path.exists() {
+    if path.try_exists().with_context(|| format!("model {model}: cannot read"))? {
         if let Some(revision) = revision {
             bail!("revision {revision}: model {model} lies here, only models of the hub have one");
         }
@@ -297,6 +297,15 @@ mod tests {
         let parts = ["a-00002-of-00002.gguf", "a-00001-of-00002.gguf"];
         let (files, model) = chosen(&parts, None).unwrap();
         assert_eq!((files.len(), model.as_deref()), (2, Some("a-00001-of-00002.gguf")));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_path_that_cannot_be_read_is_no_id() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = resolve(&format!("{}/model", file.path().display()), None).unwrap_err();
+        let message = format!("{error:#}");
+        assert!(message.contains("/model: cannot read: Not a directory"), "{message}");
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub use caches::cache_help;
 pub use hub::{ModelSource, hub_folder, name_of};
 pub use kv_cubecl;
 pub use memory::{MemorySize, memory_limit};
-pub use output::{OutFile, Screen, note, notes, open_folder, uninterrupted};
+pub use output::{OutFile, Screen, check_folder, note, notes, uninterrupted};
 pub use overwrite::NamedFiles;
 pub use progress::{count_bar, load_bar, token_bar};
 pub use signals::{INTERRUPTED, exit_interrupted, exit_on_interrupt, on_interrupt};

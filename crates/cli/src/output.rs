@@ -120,13 +120,7 @@ impl OutFile {
                 written => written,
             },
             To::Direct(mut file) => file.write_all(content),
-            To::Replaced => {
-                let target = target(&path);
-                staged::stage(&target).and_then(|mut file| {
-                    file.write_all(content)?;
-                    file.persist(target).map(drop).map_err(|error| error.error)
-                })
-            }
+            To::Replaced => staged::write(&target(&path), content),
         };
         written.with_context(|| format!("{name} {}: cannot write", path.display()))
     }
@@ -171,11 +165,57 @@ pub(crate) fn writing() -> MutexGuard<'static, ()> {
     WRITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes `folder` if it is not there, and finds out whether files can be written into it.
+/// Finds out whether files can be written into `folder`, or into a new folder of this name, and
+/// changes nothing there.
 ///
 /// # Errors
 /// Why not; `name` is the argument that messages name.
-pub fn open_folder(name: &'static str, folder: &Path) -> Result<()> {
-    let tried = fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
-    tried.map(drop).with_context(|| format!("{name} {}: cannot write", folder.display()))
+pub fn check_folder(name: &'static str, folder: &Path) -> Result<()> {
+    let _whole = writing();
+    let is_missing = |at: &&Path| *at != Path::new("") && !at.exists();
+    let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
+    let tried = fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder).map(drop));
+    for new in missing {
+        // A folder that another program wrote into meanwhile is not empty and stays.
+        let _ = fs::remove_dir(new);
+    }
+    let tried = tried.map_err(staged::system_error);
+    tried.with_context(|| format!("{name} {}: cannot write", folder.display()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failing test may panic")]
+mod tests {
+    use super::*;
+
+    /// A check leaves nothing behind, whether it succeeds or not, and errors name the user's file.
+    #[test]
+    fn checks_of_outputs_change_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("text"), "before").unwrap();
+        fs::create_dir(at("old")).unwrap();
+        let list = || {
+            let entries = fs::read_dir(folder.path()).unwrap();
+            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        for name in ["old", "new", "old/new/newer"] {
+            check_folder("report", &at(name)).unwrap();
+            assert_eq!(list(), ["old", "text"], "{name}");
+            assert_eq!(fs::read_dir(at("old")).unwrap().count(), 0, "{name}");
+        }
+        let error = |checked: Result<()>| format!("{:#}", checked.unwrap_err());
+        for name in ["text", "text/new"] {
+            let message = error(check_folder("report", &at(name)));
+            assert!(message.starts_with("report /") && message.contains(name), "{message}");
+        }
+        for name in ["no/file", "text/file"] {
+            let message = error(OutFile::open("json", &at(name)).map(drop));
+            assert!(message.starts_with("json /") && message.contains(name), "{message}");
+            assert!(!message.contains("unfinished"), "{message}");
+        }
+        assert_eq!(list(), ["old", "text"]);
+    }
 }

@@ -20,6 +20,19 @@ impl<'a> NamedFiles<'a> {
         self
     }
 
+    /// Adds a file that the argument `name`, if given, has the command read.
+    #[must_use]
+    pub fn reads_optional(
+        self,
+        name: &'static str,
+        path: Option<&'a (impl AsRef<Path> + ?Sized)>,
+    ) -> Self {
+        match path {
+            Some(path) => self.reads(name, path),
+            None => self,
+        }
+    }
+
     /// Adds a model, which is a folder or one of the files of a folder.
     #[must_use]
     pub fn reads_model(

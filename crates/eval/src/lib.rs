@@ -7,6 +7,7 @@
 pub mod bench;
 mod continuation;
 mod error;
+mod files;
 mod ids;
 mod index;
 pub mod layers;

@@ -8,11 +8,14 @@ use kv_models::{WeightDtype, one_line};
 use kv_report::{
     HtmlReport, Table,
     chart::{Chart, Series, Style},
-    create_folder,
 };
 use serde::Serialize;
 
-use crate::{LayerError, PositionKl, Result, Run, Versions, memory::DeviceUse};
+use crate::{
+    LayerError, PositionKl, Result, Run, Versions,
+    files::{NewFile, write_together},
+    memory::DeviceUse,
+};
 
 /// The results of an evaluation, and the settings to repeat it.
 #[derive(Clone, Debug, Serialize)]
@@ -230,25 +233,22 @@ impl Report {
     /// first.
     ///
     /// # Errors
-    /// A folder or file that cannot be written, and no runs to draw.
+    /// A folder or file that cannot be written, and no runs to draw. No file is then written.
     pub fn write_folder(&self, folder: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         let folder = folder.as_ref();
-        create_folder(folder)?;
-        let page = folder.join("report.html");
         let html = HtmlReport::new(format!("KV caches of {}", self.models().join(" and ")));
-        let (html, charts) = self.write_charts(folder, html.paragraph(&self.summary()))?;
-        html.heading("Settings")
-            .pre(&format!(
-                "{}\n\n{}\nbackend {}, device {}\n{}{}",
-                self.command.join(" "),
-                self.versions,
-                self.backend,
-                self.device,
-                self.memory_line(),
-                self.notes.iter().map(|note| format!("note: {note}\n")).collect::<String>()
-            ))
-            .write(&page)?;
-        Ok([vec![page], charts].concat())
+        let (html, charts) = self.charts(folder, html.paragraph(&self.summary()))?;
+        let html = html.heading("Settings").pre(&format!(
+            "{}\n\n{}\nbackend {}, device {}\n{}{}",
+            self.command.join(" "),
+            self.versions,
+            self.backend,
+            self.device,
+            self.memory_line(),
+            self.notes.iter().map(|note| format!("note: {note}\n")).collect::<String>()
+        ));
+        let page = (folder.join("report.html"), html.html().into_bytes());
+        write_together(folder, [vec![page], charts].concat())
     }
 
     /// Returns a line for the memory of a GPU, if it was read.
@@ -266,6 +266,12 @@ impl Report {
         folder: &Path,
         html: HtmlReport,
     ) -> Result<(HtmlReport, Vec<PathBuf>)> {
+        let (html, charts) = self.charts(folder, html)?;
+        Ok((html, write_together(folder, charts)?))
+    }
+
+    /// Draws the charts for `folder`, and adds them, the table and the errors by layer to `html`.
+    fn charts(&self, folder: &Path, html: HtmlReport) -> Result<(HtmlReport, Vec<NewFile>)> {
         let charts = [
             ("quality", self.quality_chart()),
             ("position", self.position_chart()),
@@ -273,15 +279,13 @@ impl Report {
             ("divergence", self.divergence_chart()),
             ("layers", self.layers_chart()),
         ];
-        let (mut html, mut written) = (html.table(&self.table()), Vec::new());
+        let (mut html, mut files) = (html.table(&self.table()), Vec::new());
         for (name, chart) in charts {
             if chart.series.is_empty() && matches!(name, "excess" | "divergence" | "layers") {
                 continue;
             }
-            let [svg, png] = ["svg", "png"].map(|kind| folder.join(format!("{name}.{kind}")));
-            chart.write_svg(&svg)?;
-            chart.write_png(&png)?;
-            written.extend([svg, png]);
+            files.push((folder.join(format!("{name}.svg")), chart.svg()?.into_bytes()));
+            files.push((folder.join(format!("{name}.png")), chart.png()?));
             html = html.chart(&chart)?;
         }
         for run in self.runs.iter().filter(|run| !run.is_float()) {
@@ -296,7 +300,7 @@ impl Report {
                 .heading(&format!("Error by layer: {}", self.name(run)))
                 .table(&layer_table(&run.layers));
         }
-        Ok((html, written))
+        Ok((html, files))
     }
 
     fn models(&self) -> Vec<&str> {

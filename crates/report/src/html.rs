@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::{Error, Result, Table, chart::Chart};
+use crate::{Result, Table, chart::Chart, files::write};
 
 const STYLE: &str = "\
 body{font:16px/1.5 sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}\
@@ -149,25 +149,15 @@ impl HtmlReport {
     /// Writes the page.
     ///
     /// # Errors
-    /// [`Error::Write`] naming the path.
+    /// [`Error::Write`](crate::Error::Write) naming the path.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        std::fs::write(path, self.html())
-            .map_err(|source| Error::Write { path: path.into(), source })
+        write(path.as_ref(), self.html().as_bytes())
     }
 
     fn element(mut self, name: &str, text: &str) -> Self {
         self.body += &format!("<{name}>{}</{name}>\n", escape(text));
         self
     }
-}
-
-/// Creates the folder of a report if it is missing.
-///
-/// # Errors
-/// [`Error::Write`] naming the path.
-pub fn create_folder(folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(|source| Error::Write { path: folder.into(), source })
 }
 
 /// Escapes `text` for HTML elements and quoted attributes. Control characters, except line feeds

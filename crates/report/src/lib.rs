@@ -4,11 +4,13 @@
 
 pub mod chart;
 mod error;
+mod files;
 pub mod html;
 mod table;
 pub mod timeline;
 
 pub use error::{Error, Result};
-pub use html::{HeatMap, HtmlReport, create_folder};
+pub use files::create_folder;
+pub use html::{HeatMap, HtmlReport};
 pub use table::Table;
 pub use timeline::Timeline;

@@ -3,10 +3,10 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use kv_report::{HeatMap, HtmlReport, Table, create_folder};
+use kv_report::{HeatMap, HtmlReport, Table};
 
 use super::{Retrieval, RetrievalRow, RetrievalTask};
-use crate::{Result, Versions};
+use crate::{Result, Versions, files::write_together};
 
 /// The number of values that were found with a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -124,7 +124,6 @@ impl Retrieval {
     /// A folder or file that cannot be written.
     pub fn write_folder(&self, folder: impl AsRef<Path>, command: &[String]) -> Result<PathBuf> {
         let folder = folder.as_ref();
-        create_folder(folder)?;
         let page = folder.join("report.html");
         let mut html = HtmlReport::new("Retrieval from long prompts").paragraph(
             "The values that answers contain, of all values, by the length of the prompt and the \
@@ -138,7 +137,8 @@ impl Retrieval {
             }
         }
         let html = html.heading("All counts").table(&self.table()).heading("Settings");
-        html.pre(&format!("{}\n\n{}", command.join(" "), Versions::BUILT)).write(&page)?;
+        let html = html.pre(&format!("{}\n\n{}", command.join(" "), Versions::BUILT));
+        write_together(folder, vec![(page.clone(), html.html().into_bytes())])?;
         Ok(page)
     }
 }

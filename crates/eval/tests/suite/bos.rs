@@ -117,5 +117,6 @@ fn the_program_follows_the_files_and_its_arguments() {
     assert!(run(&space, &[]).0.contains("no BOS"));
     let (model, text) = (space.model(), space.text());
     let outcome = kv_eval(&["ppl", "--model", &model, "--text", &text, "--bos"]);
-    assert!(outcome.stderr.contains("bos: the model's files name no begin-of-text token"));
+    let message = "bos: the model's tokenizer has no begin-of-text token; run without --bos";
+    assert!(outcome.stderr.contains(message), "{}", outcome.stderr);
 }

@@ -1,6 +1,6 @@
 //! The program's errors: one line that names the wrong value.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use crate::common::{Workspace, assert_one_line, kv_eval, ppl};
 
@@ -100,6 +100,14 @@ fn contexts_beyond_the_model_or_the_cache_are_errors() {
     let model = space.model();
     let beyond = ["generate", "--model", &model, "--prompt", "Hello", "--capacity", "4"];
     assert_one_line(&kv_eval(&beyond), &["5", "capacity 4"]);
+    for (args, rule) in [
+        (["--window", "0"], "'--window <WINDOW>': must be at least 2"),
+        (["--tokens", "1"], "'--tokens <TOKENS>': must be at least 2"),
+    ] {
+        assert_one_line(&ppl(&space, &args), &[rule]);
+    }
+    let none = ["generate", "--model", &model, "--prompt", "Hello", "--capacity", "0"];
+    assert_one_line(&kv_eval(&none), &["'--capacity <CAPACITY>': must be at least 1"]);
 }
 
 #[test]
@@ -111,6 +119,39 @@ fn missing_files_are_named() {
     let gone = kv_eval(&["ppl", "--model", &space.model(), "--text", "no-such-text"]);
     assert_one_line(&gone, &["no-such-text"]);
     assert_one_line(&ppl(&space, &["--backend", "tpu"]), &["tpu", "flex, wgpu, cuda"]);
+    let (model, folder) = (space.model(), space.path(""));
+    let load = ["generate", "--model", &model, "--prompt", "a", "--load-cache", &folder];
+    assert_one_line(&kv_eval(&load), &["load-cache ", "is a folder", "--save-cache"]);
+}
+
+/// The system's reason is given for a path that exists and cannot be read.
+#[cfg(unix)]
+#[test]
+fn unreadable_models_are_not_called_missing() {
+    let space = Workspace::new();
+    let text = space.text();
+    let inside = format!("{text}/model");
+    let parts = ["text.txt/model: cannot read", "Not a directory"];
+    assert_one_line(&kv_eval(&["ppl", "--model", &inside, "--text", &text]), &parts);
+    assert_one_line(&kv_eval(&["--base", &inside, "--text", &text]), &parts);
+    assert_one_line(&kv_eval(&["plan", "--model", &inside]), &parts);
+    let config = Path::new(&space.model()).join("config.json");
+    fs::remove_file(&config).unwrap();
+    std::os::unix::fs::symlink("config.json", &config).unwrap();
+    assert_one_line(&ppl(&space, &[]), &["config.json: cannot read", "symbolic links"]);
+}
+
+#[test]
+fn a_broken_generation_config_is_named() {
+    let space = Workspace::new();
+    let path = Path::new(&space.model()).join("generation_config.json");
+    for (text, why) in [
+        ("{\"eos_token_id\": ", "EOF while parsing"),
+        ("{\"eos_token_id\": \"</s>\"}", "eos_token_id = \"</s>\": must be a token id or a list"),
+    ] {
+        fs::write(&path, text).unwrap();
+        assert_one_line(&ppl(&space, &[]), &["generation_config.json", why]);
+    }
 }
 
 #[test]

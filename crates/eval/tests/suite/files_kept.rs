@@ -2,6 +2,8 @@
 //! leaves no unfinished file.
 
 use std::fs;
+#[cfg(unix)]
+use std::path::Path;
 
 use crate::common::{Workspace, kv_eval};
 
@@ -94,6 +96,7 @@ fn an_interrupted_command_leaves_no_file_and_exits_with_130() {
     const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/austen");
     let text = format!("{AUSTEN}/northanger_abbey.txt");
     let streaming = ["ppl", "--model", AUSTEN, "--text", &text, "--mode", "streaming"];
+    let streaming = [&streaming[..], &["--report", "new/report"]].concat();
     let twin = ["twin", "--model", AUSTEN, "--text", "-", "--cache", "k4v4"];
     let bench = ["bench", "quantize", "--samples", "1000000"];
     let compare = ["--tokens", "4000000", "--text", &text];
@@ -120,11 +123,43 @@ fn an_interrupted_command_leaves_no_file_and_exits_with_130() {
         drop(input);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(130), "{args:?}: {errors}");
-        let left = fs::read_dir(folder.path()).unwrap().filter_map(|entry| {
-            let name = entry.unwrap().file_name().to_string_lossy().into_owned();
-            // The comparison creates the folder of its report before it starts.
-            (name != "kv-eval-report").then_some(name)
-        });
-        assert_eq!(left.collect::<Vec<_>>(), Vec::<String>::new(), "{args:?}");
+        assert_eq!(names(folder.path()), [""; 0], "{args:?}");
     }
+}
+
+/// A report that does not fit on the disk leaves nothing, and an earlier one as it was.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_no_part_of_a_report() {
+    use std::process::Command;
+
+    let space = Workspace::new();
+    let (model, text, report) = (space.model(), space.text(), space.path("report"));
+    // The limit on the size of a file, as a full disk, makes a write fail after some bytes.
+    let shell = "trap '' XFSZ; ulimit -f 8; exec \"$@\"";
+    let write = || {
+        let output = Command::new("sh")
+            .args(["-c", shell, "sh", env!("CARGO_BIN_EXE_kv-eval"), "ppl", "--model", &model])
+            .args(["--text", &text, "--tokens", "40", "--report", &report])
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        let named = stderr.contains(": cannot write: File too large");
+        assert!(named && !stderr.contains("unfinished"), "{stderr}");
+    };
+    write();
+    assert!(!fs::exists(&report).unwrap());
+    fs::create_dir(&report).unwrap();
+    fs::write(space.path("report/quality.svg"), "before").unwrap();
+    write();
+    assert_eq!(names(Path::new(&report)), ["quality.svg"]);
+    assert_eq!(fs::read_to_string(space.path("report/quality.svg")).unwrap(), "before");
+}
+
+/// Returns the names in a folder.
+#[cfg(unix)]
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
 }

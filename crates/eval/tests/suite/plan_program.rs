@@ -121,10 +121,10 @@ fn models_that_cannot_fit_are_refused_before_they_are_allocated() {
         assert!(parts.iter().all(|part| lines[0].contains(part)), "{parts:?} in {}", lines[0]);
     };
     let generate = ["generate", "--no-chat", "--prompt", "It is"];
-    let huge = [&generate[..], &["--capacity", "1152921504606846976"]].concat();
-    refused(&huge, &["capacity 1152921504606846976: must be at most 16777216 tokens"]);
-    let long = [&generate[..], &["--capacity", "8000000", "--memory", "1G"]].concat();
-    refused(&long, &["memory: ", "the float cache of 8000000 tokens", "try a context of "]);
+    for capacity in ["513", "1152921504606846976"] {
+        let rule = format!("capacity = {capacity}: must be at most 512, the positions that the");
+        refused(&[&generate[..], &["--capacity", capacity]].concat(), &[&rule]);
+    }
     let small = [&generate[..], &["--memory", "1M"]].concat();
     refused(&small, &["memory: ", "but --memory allows 1.0 MB: "]);
     refused(&["ppl", "--text", &text, "--memory", "1M"], &["memory: ", "but --memory allows"]);

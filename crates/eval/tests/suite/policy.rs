@@ -268,7 +268,14 @@ fn an_impossible_search_is_refused_in_one_line() {
     says(&["--bytes", "much"], &["--bytes", "\"much\" is no size"]);
     says(&["--bytes", "1M", "--format", "5"], &["--format", "must be one of 2, 3, 4, 8, vn2"]);
     says(&["--bytes", "1M", "--name", "k4v4"], &["name = k4v4: is the name of the cache k4v4"]);
-    says(&["--bytes", "1M", "--base", "k4v4-g64"], &["group_size 64"]);
+    says(
+        &["--bytes", "1M", "--base", "k4v4-g64"],
+        &["base k4v4-g64: with format 4, group_size 64", "change the base or the formats"],
+    );
+    says(
+        &["--bytes", "1M", "--base", "k4v4-g8-r8"],
+        &["base k4v4-g8-r8: format 2 gives layer 0 the cache k2v2-g8-r8: group_size 8"],
+    );
     says(&["--bytes", "1M", "--tokens", "1"], &["the searched part of", "at least two tokens"]);
     says(
         &["--bytes", "1M", "--unseen-tokens", "0"],

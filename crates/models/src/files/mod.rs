@@ -32,7 +32,7 @@ pub fn pretty(value: &impl Serialize) -> Vec<u8> {
 
 /// Returns the error of a file that cannot be written.
 pub fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Write { path: path.into(), source }
+    move |source| Error::Write { path: path.into(), source: staged::system_error(source) }
 }
 
 /// Writes one file, completely or not at all.

@@ -27,7 +27,16 @@ pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
     // The permissions of any new file. By default, only the owner could read it.
     #[cfg(unix)]
     file.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    file.prefix(UNFINISHED).suffix(&name).tempfile_in(folder)
+    file.prefix(UNFINISHED).suffix(&name).tempfile_in(folder).map_err(system_error)
+}
+
+/// Returns the system's error without the path of a temporary file, which the tempfile crate adds
+/// and users never named.
+pub fn system_error(error: io::Error) -> io::Error {
+    match error.to_string().split_once(" at path \"") {
+        Some((why, _)) => io::Error::new(error.kind(), why),
+        None => error,
+    }
 }
 
 /// Writes the file at `path`, and waits until it is on the disk.
@@ -36,7 +45,7 @@ pub fn stage(path: &Path) -> io::Result<NamedTempFile> {
 /// Fails if the system cannot write. An existing file at `path` is then unchanged.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = stage(path)?;
-    file.write_all(bytes)?;
+    file.write_all(bytes).map_err(system_error)?;
     file.as_file().sync_all()?;
     file.persist(path)?;
     Ok(())

@@ -3,11 +3,11 @@
 mod axis;
 mod draw;
 
-use std::{io, path::Path};
+use std::path::Path;
 
 use plotters::prelude::{BitMapBackend, SVGBackend};
 
-use crate::{Error, Result};
+use crate::{Error, Result, files::write};
 
 /// Size of the SVG in pixels; the PNG has [`PNG_SCALE`] times as many.
 const SIZE: (u32, u32) = (900, 520);
@@ -96,12 +96,31 @@ impl Chart {
     /// # Errors
     /// Fails as [`svg`](Self::svg) does, and with [`Error::Write`].
     pub fn write_svg(&self, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        std::fs::write(path, self.svg()?)
-            .map_err(|source| Error::Write { path: path.into(), source })
+        write(path.as_ref(), self.svg()?.as_bytes())
     }
 
-    /// Writes the chart as a PNG, 1350 by 780 pixels. Its text needs no font of the system.
+    /// The chart as a PNG, 1350 by 780 pixels. Its text needs no font of the system.
+    ///
+    /// # Errors
+    /// Fails as [`svg`](Self::svg) does.
+    pub fn png(&self) -> Result<Vec<u8>> {
+        let [width, height] = [SIZE.0, SIZE.1].map(|side| (f64::from(side) * PNG_SCALE) as u32);
+        let mut rgb = vec![0; (3 * width * height) as usize];
+        let backend = BitMapBackend::with_buffer(&mut rgb, (width, height));
+        draw::draw(self, backend, PNG_SCALE).map_err(|why| self.error(why))?;
+        let mut bytes = vec![];
+        let mut encoder = png::Encoder::new(&mut bytes, width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_depth(png::BitDepth::Eight);
+        let written = encoder.write_header().and_then(|mut writer| {
+            writer.write_image_data(&rgb)?;
+            writer.finish()
+        });
+        written.map_err(|error| self.error(error.to_string()))?;
+        Ok(bytes)
+    }
+
+    /// Writes [`png`](Self::png) to a file.
     ///
     /// # Errors
     /// Fails as [`svg`](Self::svg) does, with [`Error::Chart`] for a path that does not end in
@@ -111,24 +130,7 @@ impl Chart {
         if !path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
             return Err(self.error(format!("{}: the name must end in .png", path.display())));
         }
-        let [width, height] = [SIZE.0, SIZE.1].map(|side| (f64::from(side) * PNG_SCALE) as u32);
-        let mut rgb = vec![0; (3 * width * height) as usize];
-        let backend = BitMapBackend::with_buffer(&mut rgb, (width, height));
-        draw::draw(self, backend, PNG_SCALE).map_err(|why| self.error(why))?;
-        let write = |source: io::Error| Error::Write { path: path.into(), source };
-        let file = std::fs::File::create(path).map_err(write)?;
-        let mut encoder = png::Encoder::new(io::BufWriter::new(file), width, height);
-        encoder.set_color(png::ColorType::Rgb);
-        encoder.set_depth(png::BitDepth::Eight);
-        let written = encoder.write_header().and_then(|mut writer| {
-            writer.write_image_data(&rgb)?;
-            writer.finish()
-        });
-        written.map_err(|error| {
-            // A part of an image is none.
-            let _ = std::fs::remove_file(path);
-            write(error.into())
-        })
+        write(path, &self.png()?)
     }
 
     fn error(&self, why: String) -> Error {

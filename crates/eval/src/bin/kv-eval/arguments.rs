@@ -1,6 +1,6 @@
 //! Arguments shared by several commands: the text and the caches.
 
-use std::{path::PathBuf, str::FromStr};
+use std::{num::ParseIntError, path::PathBuf, str::FromStr};
 
 use anyhow::{Result, bail};
 use kv_cli::NamedFiles;
@@ -43,6 +43,14 @@ impl TextArgs {
 pub(crate) struct Named<T> {
     pub(crate) name: String,
     pub(crate) value: T,
+}
+
+/// Parses a number that is at least `N`.
+pub(crate) fn at_least<const N: usize>(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if number < N => Err(format!("must be at least {N}")),
+        parsed => parsed.map_err(|error: ParseIntError| error.to_string()),
+    }
 }
 
 /// Parses the name of a format other than float.

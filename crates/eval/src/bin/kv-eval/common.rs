@@ -11,7 +11,8 @@ use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use indicatif::ProgressBar;
 use kv_cli::{
-    Backend, MemorySize, ModelSource, OutFile, Screen, memory_limit, note, open_folder, token_bar,
+    Backend, MemorySize, ModelSource, OutFile, Screen, check_folder, memory_limit, note, token_bar,
+    uninterrupted,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers, memory::DeviceUse};
@@ -146,7 +147,7 @@ impl BosArgs {
     pub(crate) fn choose(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let bos = tokenizer.bos();
         if self.bos && bos.is_none() {
-            bail!("bos: the model's files name no begin-of-text token");
+            bail!("bos: the model's tokenizer has no begin-of-text token; run without --bos");
         }
         let adds = self.bos || tokenizer.adds_bos() && !self.no_bos;
         Ok(bos.filter(|_| adds))
@@ -189,7 +190,7 @@ pub(crate) struct Output<'a> {
 impl<'a> Output<'a> {
     pub(crate) fn open(json: &JsonArgs, folder: Option<&'a Path>) -> Result<Self> {
         if let Some(folder) = folder {
-            open_folder("report", folder)?;
+            check_folder("report", folder)?;
         }
         let (screen, json) = json.open()?;
         Ok(Self { screen, json, folder })
@@ -237,7 +238,8 @@ pub(crate) fn evaluate_and_report<T: Target>(
 
     // An output that cannot be written is reported after the others are written.
     let mut summary = format!("{report}took {:.1} s\n", start.elapsed().as_secs_f64());
-    let written = folder.map(|folder| report.write_folder(folder)).transpose();
+    let write = |folder: &Path| uninterrupted(|| report.write_folder(folder));
+    let written = folder.map(write).transpose();
     if let Ok(Some(files)) = &written
         && let Some(page) = files.first()
     {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 use kv_cli::{
-    Backend, NamedFiles, Plain, dispatch, error_line, exit_on_interrupt, note, open_folder,
+    Backend, NamedFiles, Plain, check_folder, dispatch, error_line, exit_on_interrupt, note,
 };
 use kv_cubecl::{KvFormat, On, Target};
 use kv_eval::{Mode, Plan};
@@ -59,14 +59,16 @@ pub(crate) const REPORT: &str = "kv-eval-report";
 pub(crate) fn run(args: &Args) -> Result<()> {
     let named = [("base", &args.base), ("tuned", &args.tuned), ("text", &args.text)];
     for (name, path) in named {
-        if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
-            bail!("{name} {}: not found; name another with --{name}", path.display());
+        let Some(path) = path else { continue };
+        match path.try_exists() {
+            Ok(true) => {}
+            Ok(false) => bail!("{name} {}: not found; name another with --{name}", path.display()),
+            Err(error) => bail!("{name} {}: cannot read: {error}", path.display()),
         }
     }
-    let mut files = NamedFiles::default().writes("json", args.json.path());
-    if let Some(text) = &args.text {
-        files = files.reads("text", text);
-    }
+    let mut files = NamedFiles::default()
+        .reads_optional("text", args.text.as_ref())
+        .writes("json", args.json.path());
     for (name, model) in [("base", &args.base), ("tuned", &args.tuned)] {
         if let Some(model) = model {
             files = files.reads_model(name, model);
@@ -82,7 +84,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let (report, without_report) = match &args.report {
         Some(folder) => (Some(&**folder), None),
         // The default folder is optional: without it, the table is printed.
-        None => match open_folder("report", Path::new(REPORT)) {
+        None => match check_folder("report", Path::new(REPORT)) {
             Ok(()) => (Some(Path::new(REPORT)), None),
             Err(error) => (None, Some(error_line(&error))),
         },

@@ -16,11 +16,12 @@ use kv_models::{
 };
 
 use crate::{
-    arguments::NamedCache,
+    arguments::{NamedCache, at_least},
     common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
     generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
     generate_reply::{JsonLines, prompt_label},
+    generate_sampling::SamplingArgs,
     generate_writer::Writer,
     loading::MemoryRequest,
     profile::ProfileArgs,
@@ -80,7 +81,7 @@ pub(crate) struct Args {
     cache: Option<NamedCache>,
     /// Tokens the cache is allocated for [default: prompt and continuation; 4096 for a
     /// conversation, or the model's limit if that is less].
-    #[arg(long, short)]
+    #[arg(long, short, value_parser = at_least::<1>)]
     capacity: Option<usize>,
     /// Maximum number of tokens to generate; 0 only fills the cache.
     #[arg(long, short = 'n', default_value_t = 128)]
@@ -109,54 +110,6 @@ pub(crate) struct Args {
     steps: StepArgs,
     #[command(flatten)]
     profile: ProfileArgs,
-}
-
-#[derive(Clone, Copy, Debug, clap::Args)]
-struct SamplingArgs {
-    /// 0 picks the most likely token; higher values flatten the distribution.
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f32,
-    /// Number of most likely tokens to sample from; 0 for all.
-    #[arg(long, default_value_t = 0)]
-    top_k: usize,
-    /// Sample from the smallest set of tokens with this much probability.
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f32,
-    /// Sample from tokens at least this much as likely as the most likely one.
-    #[arg(long, default_value_t = 0.0)]
-    min_p: f32,
-    /// Above 1, makes tokens that occurred already less likely.
-    #[arg(long, default_value_t = 1.0)]
-    repeat_penalty: f32,
-    /// Subtract this from the logit of a token for each time it occurred. On a GPU, the host
-    /// computes penalties.
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
-    frequency_penalty: f32,
-    /// Subtract this once from the logit of a token that occurred.
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
-    presence_penalty: f32,
-    /// Number of last tokens the penalties look at, prompt included.
-    #[arg(long, default_value_t = 64)]
-    repeat_last: usize,
-    /// Seed of the sampling. Each of several prompts uses the seed after that of the previous one.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-}
-
-impl From<SamplingArgs> for Sampling {
-    fn from(args: SamplingArgs) -> Self {
-        Self {
-            temperature: args.temperature,
-            top_k: args.top_k,
-            top_p: args.top_p,
-            min_p: args.min_p,
-            repeat_penalty: args.repeat_penalty,
-            frequency_penalty: args.frequency_penalty,
-            presence_penalty: args.presence_penalty,
-            repeat_last: args.repeat_last,
-            seed: args.seed,
-        }
-    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -255,17 +208,17 @@ impl Args {
     }
 
     fn files(&self) -> NamedFiles<'_> {
-        let files = NamedFiles::default()
+        // A cache may be saved to the file that it was loaded from.
+        let loaded = self.load_cache.as_ref().filter(|&it| Some(it) != self.save_cache.as_ref());
+        NamedFiles::default()
             .reads_model("model", self.on.source.given())
+            .reads_optional("load-cache", loaded)
+            .reads_optional("prompt-file", self.prompt_file.as_ref())
+            .reads_optional("prompts", self.prompts.as_ref())
+            .reads_optional("cache", self.cache.as_ref().map(|cache| &cache.name))
             .writes("save-cache", self.save_cache.as_deref())
             .writes("json", self.json.as_deref())
-            .writes("profile", self.profile.path());
-        // A cache may be saved to the file that it was loaded from.
-        let loaded = self.load_cache.iter().filter(|&path| Some(path) != self.save_cache.as_ref());
-        let files = loaded.fold(files, |files, path| files.reads("load-cache", path));
-        let files = self.prompt_file.iter().fold(files, |files, it| files.reads("prompt-file", it));
-        let files = self.prompts.iter().fold(files, |files, it| files.reads("prompts", it));
-        self.cache.iter().fold(files, |files, cache| files.reads("cache", &cache.name))
+            .writes("profile", self.profile.path())
     }
 
     /// Opens the cache to load, after checking that the cache to save can be written.
@@ -290,6 +243,9 @@ impl Args {
             OutFile::open("save-cache", path)?;
         }
         let Some(path) = &self.load_cache else { return Ok(None) };
+        if path.is_dir() {
+            bail!("load-cache {}: is a folder; name a file of --save-cache", path.display());
+        }
         let saved = SavedCache::open(path)?;
         match saved.tokens().len() {
             1 => Ok(Some(saved)),

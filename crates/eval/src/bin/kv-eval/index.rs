@@ -9,7 +9,7 @@ use kv_eval::{KeyFormat, Mode, Plan, index_recall};
 use kv_models::ModelCacheConfig;
 
 use crate::{
-    arguments::{TextArgs, TextIds, quantized_format},
+    arguments::{TextArgs, TextIds, at_least, quantized_format},
     common::{ModelArgs, Weights},
     json::{JsonArgs, show},
     loading::MemoryRequest,
@@ -34,7 +34,7 @@ pub(crate) struct Args {
     tokens: usize,
     /// Tokens per window; each window starts from an empty cache [default: the model's limit, at
     /// most 4096].
-    #[arg(long)]
+    #[arg(long, value_parser = at_least::<2>)]
     window: Option<usize>,
     /// Write a chart of recall by entries to this SVG file.
     #[arg(long, value_name = "FILE")]

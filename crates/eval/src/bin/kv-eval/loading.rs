@@ -29,7 +29,7 @@ pub(crate) struct MemoryRequest {
     pub(crate) copies: bool,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub(crate) capacity: usize,
-    /// Do not clamp the capacity to max_position_embeddings.
+    /// Refuse a capacity beyond the model's positions instead of clamping it.
     pub(crate) exact: bool,
     /// Number of sequences.
     pub(crate) batch: usize,
@@ -96,8 +96,7 @@ impl MemoryRequest {
         if caches.is_empty() {
             caches.push(own.cloned().unwrap_or_else(|| KvCacheConfig::float().into()));
         }
-        let most = if self.exact { usize::MAX } else { spec.max_positions };
-        let capacity = self.capacity.min(most);
+        let capacity = self.capacity.min(spec.max_positions);
         let usage = |cache: ModelCacheConfig| {
             let usage = Usage::new(cache.with_capacity(capacity)).with_batch(self.batch);
             match self.pass {
@@ -207,6 +206,11 @@ impl Loading {
 impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
         self.budget.weights.replace(planned.weights.clone());
+        let (capacity, most) = (self.request.capacity, planned.spec.max_positions);
+        if self.request.exact && capacity > most {
+            let rule = format!("must be at most {most}, the positions that the model has");
+            return Err(kv_models::Error::argument("capacity", capacity, rule));
+        }
         let usages = self.request.usages(planned.spec, planned.cache, &self.device);
         for usage in &usages {
             planned.check(usage, &self.budget.limit)?;

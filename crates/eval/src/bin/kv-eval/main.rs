@@ -10,6 +10,7 @@ mod generate;
 mod generate_conversation;
 mod generate_interrupt;
 mod generate_reply;
+mod generate_sampling;
 mod generate_several;
 mod generate_writer;
 mod index;

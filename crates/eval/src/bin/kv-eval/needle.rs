@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use kv_cli::{
-    NamedFiles, Plain, cache_help, command_line, count_bar, dispatch, exit_on_interrupt, note,
-    open_folder,
+    NamedFiles, Plain, cache_help, check_folder, command_line, count_bar, dispatch,
+    exit_on_interrupt, note, uninterrupted,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::{Haystack, NeedlePlan, NeedleType, RetrievalPlan, RetrievalTask, needles, retrieval};
 
 use crate::{
-    arguments::{NamedCache, policies, with_float},
+    arguments::{NamedCache, at_least, policies, with_float},
     common::{
         BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids, read_text, text_name,
     },
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     #[arg(long = "cache", help = cache_help("A cache beside the float one, repeatable"))]
     caches: Vec<NamedCache>,
     /// Tokens of a prompt; with --task, of prompt and answer, comma-separated.
-    #[arg(long, default_value = "1024", value_delimiter = ',')]
+    #[arg(long, default_value = "1024", value_delimiter = ',', value_parser = at_least::<1>)]
     context: Vec<usize>,
     #[command(flatten)]
     passages: PassageArgs,
@@ -105,10 +105,7 @@ enum Hay {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let mut files = NamedFiles::default();
-    if let Some(text) = &args.text {
-        files = files.reads("text", text);
-    }
+    let files = NamedFiles::default().reads_optional("text", args.text.as_ref());
     let report = args.tasks.report.as_deref().map(|folder| folder.join("report.html"));
     policies(files, &args.caches)
         .reads_model("model", args.on.source.given())
@@ -160,7 +157,7 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
     };
     let device = On::<T>::open()?;
     if let Some(folder) = report {
-        open_folder("report", folder)?;
+        check_folder("report", folder)?;
     }
     let (screen, json) = args.json.open()?;
     let caches = with_float(&args.caches);
@@ -188,7 +185,8 @@ fn tasks<T: Target>(args: &Args) -> Result<()> {
     bar.finish_and_clear();
     let found = found?;
     // An output that cannot be written is reported after the others are written.
-    let written = report.as_ref().map(|folder| found.write_folder(folder, &command_line()));
+    let write = |folder: &PathBuf| uninterrupted(|| found.write_folder(folder, &command_line()));
+    let written = report.as_ref().map(write);
     show(screen, json, &found)?;
     if let Some(page) = written.transpose()? {
         note(format_args!("report: {}", page.display()));

@@ -164,7 +164,8 @@ impl Args {
         }
         let model = self.source.given();
         let path = Path::new(model);
-        let subject = if path.exists() {
+        let exists = path.try_exists().with_context(|| format!("model {model}: cannot read"))?;
+        let subject = if exists {
             Subject::of_files(&name_of(path), outline(path, device, options)?).on(device)
         } else if let Some(preset) = Preset::find(model) {
             preset.subject(device, options)?

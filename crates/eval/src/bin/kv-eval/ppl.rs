@@ -7,7 +7,7 @@ use kv_eval::{HEAD_ROWS, Mode, Plan};
 use kv_models::KV_CACHE_FILE;
 
 use crate::{
-    arguments::{Named, NamedCache, TextArgs, TextIds, configs, policies},
+    arguments::{Named, NamedCache, TextArgs, TextIds, at_least, configs, policies},
     common::{
         Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies, text_name,
     },
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     caches: Vec<NamedCache>,
     /// Tokens per eval window; each window starts from an empty cache [default: 2048, or the
     /// model's limit if that is lower].
-    #[arg(long)]
+    #[arg(long, value_parser = at_least::<2>)]
     window: Option<usize>,
     /// Tokens from the start of one eval window to that of the next [default: the window]. With a
     /// smaller stride, windows overlap and each scores only its last tokens. This predicts tokens
@@ -48,7 +48,7 @@ pub(crate) struct Args {
     #[arg(long)]
     stride: Option<usize>,
     /// Read and use only the first tokens of the text [default: all].
-    #[arg(long)]
+    #[arg(long, value_parser = at_least::<2>)]
     tokens: Option<usize>,
     #[command(flatten)]
     json: JsonArgs,

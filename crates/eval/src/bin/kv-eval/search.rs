@@ -23,7 +23,7 @@ use kv_eval::{
 use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
-    arguments::{TextArgs, TextIds, quantized_format},
+    arguments::{TextArgs, TextIds, at_least, quantized_format},
     common::{ModelArgs, Weights, note_policies},
     json::{JsonArgs, write_json},
     loading::MemoryRequest,
@@ -63,7 +63,7 @@ pub(crate) struct Args {
     unseen_tokens: usize,
     /// Tokens per eval window; each window starts from an empty cache [default: 1024, or the
     /// model's limit if that is lower].
-    #[arg(long)]
+    #[arg(long, value_parser = at_least::<2>)]
     window: Option<usize>,
     /// Name of the policy.
     #[arg(long, default_value = "found")]

@@ -6,7 +6,7 @@ use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::twin;
 
 use crate::{
-    arguments::{NamedCache, TextArgs, TextIds},
+    arguments::{NamedCache, TextArgs, TextIds, at_least},
     common::{ModelArgs, Weights, note_policies},
     json::{JsonArgs, show},
     loading::MemoryRequest,
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     #[arg(long, help = cache_help("Cache to put beside the float one"))]
     cache: NamedCache,
     /// Number of tokens, clamped to the model's limit.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least::<1>)]
     tokens: usize,
     /// Stop after the first token whose divergence from the float cache exceeds this, in nats.
     #[arg(long, allow_negative_numbers = true)]

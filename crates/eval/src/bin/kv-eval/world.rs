@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, dispatch, note, open_folder};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, check_folder, dispatch, note};
 use kv_cubecl::{Frames, On, Side, Target};
 use kv_eval::{
     device_name,
@@ -254,7 +254,7 @@ fn play<T: Target>(args: &Args) -> Result<()> {
     let (frames, seeds) = args.games()?;
     let mut profile = args.profile.start()?;
     if let Some(folder) = &args.out {
-        open_folder("out", folder)?;
+        check_folder("out", folder)?;
     }
     let asked = args.search.open()?;
     // The tables are not written where another program reads.

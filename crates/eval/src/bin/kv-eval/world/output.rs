@@ -11,6 +11,7 @@ use kv_eval::{
 use kv_report::{
     Table,
     chart::{Chart, Series, Style},
+    create_folder,
 };
 use kv_world::{Frame, Picture};
 
@@ -49,7 +50,8 @@ pub(super) fn print_points(
     Ok(())
 }
 
-/// Writes the charts, and the contact sheet with a row of true frames and a row per cache.
+/// Writes the charts, and the contact sheet with a row of true frames and a row per cache, into
+/// `folder`, which is created if missing.
 pub(super) fn write_pictures(
     folder: &Path,
     points: &[WorldPoint],
@@ -70,14 +72,16 @@ pub(super) fn write_pictures(
         ..Chart::default()
     };
     let truth = by_frame("Against the true frames", |point| &point.psnr, 0);
-    truth.write_svg(folder.join("psnr.svg"))?;
+    let mut files = vec![("psnr.svg", truth.svg()?.into_bytes())];
     if points.len() > 1 {
         let twin = by_frame(&format!("Against {}", points[0].cache), |point| &point.twin_psnr, 1);
-        twin.write_svg(folder.join("twin.svg"))?;
+        files.push(("twin.svg", twin.svg()?.into_bytes()));
     }
-    let sheet = Picture::grid(rows, ZOOM)?.png()?;
-    OutFile::open("out", &folder.join("sheet.png"))?.write(&sheet)?;
-    Ok(())
+    files.push(("sheet.png", Picture::grid(rows, ZOOM)?.png()?));
+    create_folder(folder)?;
+    files
+        .iter()
+        .try_for_each(|(name, bytes)| OutFile::open("out", &folder.join(name))?.write(bytes))
 }
 
 /// Returns evenly spread frames of the first game, including the first and the last.
