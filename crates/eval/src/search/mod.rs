@@ -232,8 +232,16 @@ impl SearchPlan {
             return Err(Error::plan("format", "none", "must be at least one besides float"));
         }
         let n_layers = model.n_layers();
-        for choice in 1..self.choices().len() {
-            self.policy(model.spec(), &vec![choice; 2 * n_layers]).validate(model)?;
+        for (choice, format) in self.choices().into_iter().enumerate().skip(1) {
+            let policy = self.policy(model.spec(), &vec![choice; 2 * n_layers]);
+            policy.validate(model).map_err(|error| {
+                // The rules are the search's, not the user's.
+                let why = match error {
+                    kv_models::Error::Rule { rule, .. } => format!("format {format} {rule}"),
+                    error => format!("with format {format}, {error}"),
+                };
+                Error::plan("base", self.base, format!("{why}; change the base or the formats"))
+            })?;
         }
         Ok(())
     }

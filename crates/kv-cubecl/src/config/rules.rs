@@ -86,7 +86,7 @@ impl KvCacheConfig {
                 return Err(invalid(field, value, "must be at most 1048576"));
             }
         }
-        self.validate_sliding_window()?;
+        self.validate_sliding_window(head_dim)?;
         for side in Side::BOTH {
             self.format(side).validate(side, head_dim[side], self.group_options(side))?;
         }
@@ -122,7 +122,7 @@ impl KvCacheConfig {
         Self { values: KvFormat::Float, ..keys }.validate(width)
     }
 
-    fn validate_sliding_window(&self) -> Result<()> {
+    fn validate_sliding_window(&self, head_dim: Sides<usize>) -> Result<()> {
         let Some(window) = self.sliding_window else { return Ok(()) };
         let fail = |rule: String| Err(invalid("sliding_window", window, rule));
         if window == 0 || window > 1 << 24 {
@@ -130,13 +130,34 @@ impl KvCacheConfig {
         }
         if self.is_quantized() && window < self.residual_length {
             // All visible tokens would be in float, and no quantized token would ever be read.
-            return fail(format!("must be at least residual_length {}", self.residual_length));
+            let (length, remedy) = (self.residual_length, self.within(window, head_dim));
+            return fail(format!("must be at least residual_length {length}; try {remedy}"));
         }
         if self.sink_tokens > window {
             let rule = format!("must be at most sliding_window {window}");
             return Err(invalid("sink_tokens", self.sink_tokens, rule));
         }
         Ok(())
+    }
+
+    /// Returns the options of a short name that make the residual fit into a sliding window, or the
+    /// name of a cache without a residual.
+    fn within(&self, window: usize, head_dim: Sides<usize>) -> String {
+        let groups = [self.group_size, 64, 32, 16, 8, 4];
+        let fitting = groups.into_iter().find_map(|group_size| {
+            let cache = self.with_group_size(group_size);
+            let length = window - window % cache.block_tokens().max(1);
+            cache
+                .with_residual_length(length)
+                .validate(head_dim)
+                .is_ok()
+                .then_some((group_size, length))
+        });
+        match fitting {
+            Some((group_size, length)) if group_size == self.group_size => format!("-r{length}"),
+            Some((group_size, length)) => format!("-g{group_size}-r{length}"),
+            None => "kint8vint8".into(),
+        }
     }
 
     fn validate_tiles(&self) -> Result<()> {

@@ -218,7 +218,7 @@ fn every_rule_names_field_value_and_itself() {
             80,
             "head_dim 80: must be a multiple of 32: the channels of a block of values",
         ),
-        ("kint8vint8-r16-w8", 64, "sliding_window 8: must be at least residual_length 16"),
+        ("kint8vint8-r16-w8", 64, "sliding_window 8: must be at least residual_length 16; try -r8"),
     ] {
         let config: KvCacheConfig = name.parse().unwrap();
         let error = config.validate(head_dim).unwrap_err().to_string();
@@ -390,7 +390,10 @@ fn old_field_names_are_read_and_never_written() {
 #[test]
 fn sliding_windows_that_are_too_short_are_refused() {
     for (name, expected) in [
-        ("k2v2-w127", "sliding_window 127: must be at least residual_length 128"),
+        ("k2v2-w127", "sliding_window 127: must be at least residual_length 128; try -r96"),
+        ("k4v4-w24", "sliding_window 24: must be at least residual_length 128; try -g16-r16"),
+        ("k3v3-w24", "sliding_window 24: must be at least residual_length 128; try kint8vint8"),
+        ("kint8v4-w24", "sliding_window 24: must be at least residual_length 128; try -r24"),
         ("float-w0", "sliding_window 0: must be 1 to 16777216 tokens"),
         ("float-s5-w4", "sink_tokens 5: must be at most sliding_window 4"),
     ] {

@@ -10,20 +10,23 @@ use std::{
 };
 
 use kv_cubecl::{Flush, KvCacheConfig, KvFormat, Side};
-use serde::{
-    Deserialize, Deserializer, Serialize, Serializer,
-    de::{DeserializeOwned, Error as _},
-};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 use serde_json::{Map, Value};
 
 use super::{
-    CAPACITY, LAYERS, LayerRule, Layers, ModelCacheConfig, Stores, name_rule, nearest::nearest,
+    CAPACITY, LAYERS, LayerRule, Layers, ModelCacheConfig, Stores,
+    file_fields::{WrongField, none_left, optional, required},
+    name_rule,
+    nearest::nearest,
 };
 use crate::{
     error::{Error, Result},
     files,
     spec::AttentionKind,
 };
+
+/// The most tokens of a cache, whose kernels address tokens and words with u32.
+const MAX_CAPACITY: usize = 1 << 24;
 
 /// The file beside the weights that contains the cache a model was trained with.
 pub const KV_CACHE_FILE: &str = "kv_cache.json";
@@ -286,7 +289,10 @@ impl ModelCacheConfig {
             }
         };
         none_left(fields)?;
-        Ok(policy)
+        match policy.capacity {
+            1..=MAX_CAPACITY => Ok(policy),
+            wrong => Err(WrongField::new("capacity", wrong, "must be 1 to 16777216 tokens")),
+        }
     }
 }
 
@@ -409,41 +415,3 @@ fn format_of(fields: &mut Map<String, Value>) -> Result<Stores, WrongField> {
 }
 
 const FLOAT_HAS_NO_HADAMARD: &str = "only quantized sides have a Hadamard transform";
-
-/// A field of a file that breaks a rule.
-#[derive(Debug, thiserror::Error)]
-#[error("{name} = {value}: {rule}")]
-struct WrongField {
-    name: String,
-    value: String,
-    rule: String,
-}
-
-impl WrongField {
-    fn new(name: &str, value: impl ToString, rule: impl ToString) -> Self {
-        Self { name: name.into(), value: value.to_string(), rule: rule.to_string() }
-    }
-}
-
-fn none_left(fields: Map<String, Value>) -> Result<(), WrongField> {
-    match fields.into_iter().next() {
-        None => Ok(()),
-        Some((name, value)) => Err(WrongField::new(&name, value, "unknown field")),
-    }
-}
-
-fn optional<T: DeserializeOwned>(
-    fields: &mut Map<String, Value>,
-    name: &str,
-) -> Result<Option<T>, WrongField> {
-    let Some(value) = fields.remove(name) else { return Ok(None) };
-    let text = value.to_string();
-    serde_json::from_value(value).map(Some).map_err(|error| WrongField::new(name, text, error))
-}
-
-fn required<T: DeserializeOwned>(
-    fields: &mut Map<String, Value>,
-    name: &str,
-) -> Result<T, WrongField> {
-    optional(fields, name)?.ok_or_else(|| WrongField::new(name, "missing", "the file needs it"))
-}

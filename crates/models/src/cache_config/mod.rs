@@ -1,6 +1,7 @@
 //! [`ModelCacheConfig`]: the cache formats of a model's layers.
 
 mod file;
+mod file_fields;
 mod layers;
 mod nearest;
 mod presets;

@@ -26,8 +26,9 @@ pub struct LayerRule {
 pub enum Stores {
     /// The whole cache. Its capacity is ignored, because all layers have the same.
     Cache(KvCacheConfig),
-    /// The format of one side or of both; earlier rules set the rest. If they set float and no
-    /// residual length, the default residual length of the format applies.
+    /// The format of one side or of both; earlier rules set the rest, and must set a group size and
+    /// a residual length that the format allows. The format's default residual length applies if
+    /// they set float and no residual length, or none of whole tiles for a format of tiles.
     Format {
         /// The side; `None` for both.
         side: Option<Side>,
@@ -64,8 +65,17 @@ impl Stores {
             }
             false => before,
         };
-        // Other formats refuse the settings of KIVI's groups, so `with_formats` resets them.
+        // Other formats refuse the settings of KIVI's groups, so `with_formats` resets them. A
+        // group size and a residual length that still apply are kept even if they do not fit,
+        // because the user chose them: the check of the policy then names them. Tiles are longer
+        // than most residuals, so they get one of whole tiles.
         let mut cache = before.with_formats(keys, values);
+        if cache.is_grouped() {
+            cache = cache.with_group_size(before.group_size);
+        }
+        if !unset && before.residual_length > 0 && !cache.has_tiles() {
+            cache = cache.with_residual_length(before.residual_length);
+        }
         if is(Side::Keys) {
             cache = cache.with_hadamard_keys(hadamard);
         }

@@ -56,6 +56,11 @@ fn later_rules_override_earlier_ones() {
         .with_format(2, Side::Keys, KvFormat::Int8);
     let expected = ["kint8vint8-r64", "k4v4-g64-r64-gflush-w512", "kint8v4-g64-r64"];
     assert_eq!(names(&other, 3), expected);
+    // A residual of 64 has no whole tile.
+    let tiles =
+        ModelCacheConfig::from(cache("k4v4-g64-r64")).with_format(3, None, KvFormat::Normalized2);
+    tiles.validate(model(4)).unwrap();
+    assert_eq!(tiles.layer(&model(4), 3).residual_length, 128);
     let of_float = ModelCacheConfig::from(KvCacheConfig::float())
         .with_format(Layers::all(), None, KvFormat::Int8)
         .with_format(0, Side::Values, KvFormat::Affine4);
@@ -234,6 +239,19 @@ fn a_policy_that_does_not_fit_the_model_names_the_rule() {
         (
             base().with_start(2, 1 << 21),
             "from token 2097152 on: gives layer 2 the cache k4v4-s2097152: ",
+        ),
+        // A format does not replace the group size or the residual length of earlier rules.
+        (
+            ModelCacheConfig::from(cache("k4v4-g8-r8")).with_format(
+                2,
+                Side::Values,
+                KvFormat::Affine2,
+            ),
+            "rules[1] = values as 2: gives layer 2 the cache k4v2-g8-r8: group_size 8: ",
+        ),
+        (
+            ModelCacheConfig::from(cache("kint8vint8-r5")).with_format(2, None, KvFormat::Affine4),
+            "rules[1] = as 4: gives layer 2 the cache k4v4-r5: residual_length 5: ",
         ),
         // Layer 1 has its own sliding window.
         (

@@ -252,6 +252,7 @@ fn wrong_files_name_the_rule_and_its_field() {
     fails(&json!({"name": "x"}), &["rules = missing: "]);
     for (field, value, rule) in [
         ("capacity", json!(-1), "expected usize"),
+        ("capacity", json!(0), "must be 1 to 16777216 tokens"),
         ("n_layers", json!(0), "must be 1 to 10000"),
         ("n_layers", json!(10_001), "must be 1 to 10000"),
         ("n_layers", json!(1.5), "expected usize"),
@@ -279,6 +280,7 @@ fn wrong_files_name_the_rule_and_its_field() {
         ("[[rules]]\nlayers = \"0..0\"\ncache = \"k4v4\"", "rules[0].layers = \"0..0\""),
         ("[rules]\ncache = \"k4v4\"", "rules = {\"cache\":\"k4v4\"}: "),
         ("capacity = 2024-01-01\n[[rules]]\nformat = 4", "capacity = "),
+        ("capacity = 0\n[[rules]]\nformat = 4", "capacity = 0: must be 1 to 16777216 tokens"),
     ] {
         fs::write(&path, text).unwrap();
         let message = ModelCacheConfig::read(&path).unwrap_err().to_string();
