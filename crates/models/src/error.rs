@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use safetensors::SafeTensorError;
+
 use crate::shortage::Shortage;
 
 /// The result of this crate's functions.
@@ -275,6 +277,18 @@ fn leftover(family: &str, tensors: &[String]) -> String {
     };
     let n = tensors.len();
     format!("{n} {are} not part of the {family} model in its configuration: {shown}{more}")
+}
+
+/// Returns why a safetensors file cannot be read.
+pub(crate) fn unreadable(error: &SafeTensorError) -> String {
+    let part = match error {
+        SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
+            "header does not end inside the file"
+        }
+        SafeTensorError::MetadataIncompleteBuffer => "tensors do not end where the file ends",
+        other => return other.to_string(),
+    };
+    format!("truncated or damaged: its {part}; copy or download it again")
 }
 
 /// Limits a text to one line of bounded length. Names and values come from files, and some texts

@@ -36,7 +36,10 @@ impl ConfigJson<'_> {
             if let Some((field, value, rule)) = self.wrong_field::<T>() {
                 return Error::config(self.path, field, value, rule);
             }
-            let why = error.to_string();
+            let why = match serde_json::from_str::<Value>(self.text) {
+                Ok(value) if !value.is_object() => "it must hold an object".into(),
+                _ => error.to_string(),
+            };
             match why.strip_prefix(MISSING).and_then(|rest| rest.split('`').nth(1)) {
                 Some(field) => Error::config(self.path, field, "missing", "the model needs it"),
                 None => Error::Malformed { path: self.path.into(), format: "config.json", why },
@@ -104,18 +107,70 @@ impl ConfigJson<'_> {
         Ok(fields)
     }
 
-    /// Returns the first field that `T` cannot read, its value and the reason, because serde's
+    /// Returns the first field that `T` cannot read, its value and the rule, because serde's
     /// messages do not name the field. Messages about missing fields are ignored.
     fn wrong_field<T: DeserializeOwned>(&self) -> Option<(String, Value, String)> {
-        let why = |fields: JsonFields| {
-            serde_json::from_value::<T>(Value::Object(fields)).err().map(|error| error.to_string())
+        let why = |value: Value| {
+            let error = serde_json::from_value::<T>(value).err()?.to_string();
+            (!error.starts_with(MISSING)).then_some(error)
         };
         let fields: JsonFields = serde_json::from_str(self.text).ok()?;
-        fields.into_iter().find_map(|(name, value)| {
-            let wrong = why(Map::from_iter([(name.clone(), value.clone())]));
-            Some((name, value, wrong.filter(|wrong| !wrong.starts_with(MISSING))?))
-        })
+        let (field, value, why) = wrong_part(&Value::Object(fields), &why)?;
+        (!field.is_empty()).then(|| (field, value, rule(&why)))
     }
+}
+
+/// Returns the innermost part of `value` that `why` refuses alone: its path, value and reason.
+fn wrong_part(
+    value: &Value,
+    why: &dyn Fn(Value) -> Option<String>,
+) -> Option<(String, Value, String)> {
+    let inner = match value {
+        Value::Object(fields) => fields.iter().find_map(|(name, inner)| {
+            let alone = |inner| why(Map::from_iter([(name.clone(), inner)]).into());
+            let (rest, value, why) = wrong_part(inner, &alone)?;
+            Some((inside(name, &rest), value, why))
+        }),
+        Value::Array(items) => items.iter().enumerate().find_map(|(i, inner)| {
+            let alone = |inner| {
+                let why = why(vec![inner].into())?;
+                (!why.starts_with("invalid length")).then_some(why)
+            };
+            let (rest, value, why) = wrong_part(inner, &alone)?;
+            Some((inside(&format!("[{i}]"), &rest), value, why))
+        }),
+        _ => None,
+    };
+    inner.or_else(|| Some((String::new(), value.clone(), why(value.clone())?)))
+}
+
+/// Returns the path of the part `rest` of a field; an empty `rest` is the whole field.
+fn inside(field: &str, rest: &str) -> String {
+    let dot = if rest.is_empty() || rest.starts_with('[') { "" } else { "." };
+    format!("{field}{dot}{rest}")
+}
+
+/// Returns the rule of one of serde's messages, without names of Rust types.
+fn rule(why: &str) -> String {
+    let why = why.split(" at line ").next().unwrap_or(why);
+    let Some((found, expected)) = why.rsplit_once("expected ") else { return why.into() };
+    let expected = expected.replace('`', "");
+    if found.starts_with("unknown field") {
+        return format!("is not a known field; must be {expected}");
+    }
+    let must = match expected.as_str() {
+        "usize" | "u64" => "an integer of at least 0",
+        "u32" => "an integer from 0 to 4294967295",
+        "u8" => "an integer from 0 to 255",
+        "f64" | "f32" => "a number",
+        "a boolean" => "true or false",
+        "a string" => "a text",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        name if name.starts_with("struct ") => "an object",
+        other => other,
+    };
+    format!("must be {must}")
 }
 
 /// The start of serde's messages about missing fields.

@@ -47,26 +47,28 @@ pub(crate) fn experts(
     Ok(())
 }
 
-/// Checks a number of layers before anything is allocated per layer.
+/// Checks a number of layers before anything is computed per layer. Plans compare layers with each
+/// other, and published models have fewer than 200.
 ///
 /// # Errors
-/// Returns [`Error::Config`] if the number is 0 or above 65536.
+/// Returns [`Error::Config`] if the number is 0 or above 1024.
 pub fn layers(path: &Path, field: &str, n_layers: usize) -> Result<usize> {
     match n_layers {
-        1..=65_536 => Ok(n_layers),
-        _ => Err(Error::config(path, field, n_layers, "must be between 1 and 65536")),
+        1..=1024 => Ok(n_layers),
+        _ => Err(Error::config(path, field, n_layers, "must be between 1 and 1024")),
     }
 }
 
-/// Checks a number that must be finite and above 0.
+/// Checks a number that must be finite and above 0, also as f32.
 ///
 /// # Errors
 /// Returns [`Error::Config`] if it is not.
 pub fn positive(path: &Path, field: &str, value: f64) -> Result<()> {
-    if value.is_finite() && value > 0.0 {
+    let narrow = value as f32;
+    if narrow.is_finite() && narrow > 0.0 {
         return Ok(());
     }
-    Err(Error::config(path, field, value, "must be finite and above 0"))
+    Err(Error::config(path, field, format!("{value:?}"), "must be finite and above 0 in f32"))
 }
 
 /// Checks a number that must be at most `most`.

@@ -1,24 +1,31 @@
 //! Rope in configurations: `config.json`, and metadata and tensors of GGUF files. All families
 //! share it.
 
+mod gguf;
+
 use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+pub(crate) use self::gguf::from_gguf;
 use crate::{
-    checkpoint::Weights,
     error::{Error, Result},
-    fields::positive,
-    gguf::Metadata,
+    family::{ConfigJson, JsonFields},
+    fields::{at_most, positive},
     nn::{RopeScaling, yarn_gain},
+    spec::ModelSpec,
 };
+
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// The fields of `rope_parameters`, or of the older `rope_scaling`.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct RopeFields {
-    #[serde(alias = "type")]
-    pub(crate) rope_type: Option<String>,
+    rope_type: Option<String>,
+    /// The older name of the field above. Some files have both.
+    #[serde(rename = "type")]
+    old_type: Option<String>,
     pub(crate) rope_theta: Option<f64>,
     pub(crate) partial_rotary_factor: Option<f64>,
     factor: Option<f64>,
@@ -35,7 +42,74 @@ pub(crate) struct RopeFields {
     truncate: Option<bool>,
 }
 
+/// Refuses a `config.json` whose `rope_scaling` contradicts its `rope_parameters`: versions of
+/// transformers differ in the one that they use.
+pub(crate) fn check_one_rope(json: &ConfigJson<'_>) -> Result<()> {
+    let text = json.text_fields()?;
+    let fields: JsonFields = ConfigJson { text: &text, ..*json }.parse()?;
+    let object = |name: &str| fields.get(name).and_then(Value::as_object);
+    let (Some(new), Some(old)) = (object("rope_parameters"), object("rope_scaling")) else {
+        return Ok(());
+    };
+    let kind = |rope: &JsonFields| {
+        let found = ["rope_type", "type"].map(|name| rope.get(name));
+        let found = found.into_iter().flatten().find(|kind| !kind.is_null());
+        found.cloned().unwrap_or(Value::Null)
+    };
+    let beside = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+    let names = new.keys().filter(|name| !beside.contains(&name.as_str())).chain(old.keys());
+    let names = ["rope_type"].into_iter().chain(names.map(String::as_str));
+    let pair = |name: &str| match name {
+        "rope_type" | "type" => [kind(old), kind(new)],
+        _ => [old, new].map(|rope| rope.get(name).cloned().unwrap_or(Value::Null)),
+    };
+    let differs = |[a, b]: &[Value; 2]| match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => a != b,
+        _ => a != b,
+    };
+    let mut pairs = names.map(|name| (name, pair(name)));
+    match pairs.find(|(_, pair)| differs(pair)) {
+        None => Ok(()),
+        Some((name, [old, new])) => {
+            let rule = format!("rope_parameters.{name} is {new}; keep one of the two objects");
+            Err(Error::config(json.path, format!("rope_scaling.{name}"), old, rule))
+        }
+    }
+}
+
+/// Checks that all angles and factors of a model's ropes are finite in f32.
+pub(crate) fn check_angles(path: &Path, spec: &ModelSpec) -> Result<()> {
+    if spec.ropes.iter().all(|rope| rope.is_finite(spec.max_positions)) {
+        return Ok(());
+    }
+    let rule = "must be finite in f32 at every position; correct rope_theta or the rope scaling";
+    Err(Error::config(path, "rope angles", "not finite", rule))
+}
+
 impl RopeFields {
+    /// Returns the rope type, if the file names one.
+    pub(crate) fn kind(&self) -> Option<&str> {
+        self.rope_type.as_deref().or(self.old_type.as_deref())
+    }
+
+    /// Returns the name of the first field that only a rope type other than `default` has.
+    fn scaled_by(&self) -> Option<&'static str> {
+        let given = [
+            ("factor", self.factor.is_some()),
+            ("low_freq_factor", self.low_freq_factor.is_some()),
+            ("high_freq_factor", self.high_freq_factor.is_some()),
+            ("short_factor", self.short_factor.is_some()),
+            ("long_factor", self.long_factor.is_some()),
+            ("attention_factor", self.attention_factor.is_some()),
+            ("beta_fast", self.beta_fast.is_some()),
+            ("beta_slow", self.beta_slow.is_some()),
+            ("mscale", self.mscale.is_some()),
+            ("mscale_all_dim", self.mscale_all_dim.is_some()),
+            (ORIGINAL, self.original_max_position_embeddings.is_some()),
+        ];
+        given.into_iter().find(|(_, is_given)| *is_given).map(|(name, _)| name)
+    }
+
     /// Returns the scaling. `original` is `original_max_position_embeddings` outside of
     /// `rope_scaling`, where Phi-3 has it.
     pub(crate) fn scaling(
@@ -45,9 +119,15 @@ impl RopeFields {
         original: Option<f64>,
     ) -> Result<RopeScaling> {
         let field = |name, value| needed(path, name, value);
-        let kind = self.rope_type.as_deref().unwrap_or("default");
+        let kind = self.kind().unwrap_or("default");
+        if self.kind().is_none()
+            && let Some(name) = self.scaled_by()
+        {
+            let rule = format!("must name the rope type that {name} belongs to, such as yarn");
+            return Err(Error::config(path, "rope_scaling.rope_type", "missing", rule));
+        }
         if let Some(mscale) = self.mscale_all_dim.filter(|&mscale| mscale != 0.0)
-            && !matches!(kind, "default" | "yarn")
+            && matches!(kind, "linear" | "llama3" | "longrope" | "su")
         {
             let rule = "must be 0 with another rope_type than yarn";
             return Err(Error::config(path, "rope_scaling.mscale_all_dim", mscale, rule));
@@ -59,12 +139,15 @@ impl RopeFields {
                 factor: field("factor", self.factor)?,
                 low_freq_factor: field("low_freq_factor", self.low_freq_factor)?,
                 high_freq_factor: field("high_freq_factor", self.high_freq_factor)?,
-                original_max_positions: field(
-                    "original_max_position_embeddings",
-                    self.original_max_position_embeddings,
-                )?,
+                original_max_positions: field(ORIGINAL, self.original_max_position_embeddings)?,
             }),
-            "yarn" => self.yarn(field("factor", self.factor)?, self.original(path, original)?),
+            "yarn" => {
+                if let Some(mscale) = self.mscale.filter(|mscale| *mscale < 0.0) {
+                    let rule = "must be at least 0";
+                    return Err(Error::config(path, "rope_scaling.mscale", mscale, rule));
+                }
+                self.yarn(field("factor", self.factor)?, self.original(path, original)?)
+            }
             // The first Phi-3 models call it "su".
             "longrope" | "su" => self.longrope(path, max_positions, original),
             other => {
@@ -80,7 +163,7 @@ impl RopeFields {
     /// Returns the [scaling](Self::scaling) of a head in which some pairs may have no frequency,
     /// which the rope type `proportional` describes.
     pub(crate) fn scaling_of_head(&self, path: &Path, max_positions: usize) -> Result<RopeScaling> {
-        match self.rope_type.as_deref() {
+        match self.kind() {
             Some("proportional") => Ok(RopeScaling::Proportional {
                 share: self.partial_rotary_factor.unwrap_or(1.0),
                 factor: self.factor.unwrap_or(1.0),
@@ -135,11 +218,11 @@ impl RopeFields {
     }
 
     fn original(&self, path: &Path, outside: Option<f64>) -> Result<f64> {
-        let name = "original_max_position_embeddings";
-        let original = needed(path, name, self.original_max_position_embeddings.or(outside))?;
+        let found = self.original_max_position_embeddings.or(outside);
+        let original = needed(path, ORIGINAL, found)?;
         if !(1.0..=2_147_483_648.0).contains(&original) {
             let rule = "must be between 1 and 2147483648";
-            return Err(Error::config(path, name, original, rule));
+            return Err(Error::config(path, ORIGINAL, original, rule));
         }
         Ok(original)
     }
@@ -151,6 +234,8 @@ fn needed<T>(path: &Path, name: &str, value: Option<T>) -> Result<T> {
 }
 
 pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Result<()> {
+    // Heads are far smaller; the frequencies of 2^31 channels would take minutes.
+    at_most(path, "channels with rope", rotary_dim, 1 << 16)?;
     match scaling {
         RopeScaling::Default => Ok(()),
         &RopeScaling::Linear { factor } => positive(path, "rope_scaling.factor", factor),
@@ -162,7 +247,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
         } => {
             let (low, high) =
                 (("low_freq_factor", low_freq_factor), ("high_freq_factor", high_freq_factor));
-            let original = ("original_max_position_embeddings", original_max_positions);
+            let original = (ORIGINAL, original_max_positions);
             all_positive(path, &[("factor", factor), low, high, original])?;
             above(path, high, low)
         }
@@ -186,7 +271,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
                 factors.iter().try_for_each(|&x| positive(path, &field, x.into()))?;
             }
             let original = *original_max_positions as f64;
-            positive(path, "original_max_position_embeddings", original)?;
+            positive(path, ORIGINAL, original)?;
             positive(path, "rope_scaling.attention_factor", *attention_factor)
         }
         &RopeScaling::Yarn {
@@ -203,7 +288,7 @@ pub(crate) fn check(path: &Path, scaling: &RopeScaling, rotary_dim: usize) -> Re
                 return Err(Error::config(path, "rope_scaling.mscale_all_dim", score_mscale, rule));
             }
             let (fast, slow) = (("beta_fast", beta_fast), ("beta_slow", beta_slow));
-            let original = ("original_max_position_embeddings", original_max_positions as f64);
+            let original = (ORIGINAL, original_max_positions as f64);
             let attention_factor = ("attention_factor", attention_factor);
             all_positive(path, &[("factor", factor), fast, slow, original, attention_factor])?;
             above(path, fast, slow)
@@ -334,97 +419,4 @@ pub(crate) fn to_json(scaling: &RopeScaling, max_positions: usize) -> Value {
 
 fn whole(x: f64) -> Value {
     if x.fract() == 0.0 && x < 9e15 { json!(x as u64) } else { json!(x) }
-}
-
-/// Returns the scaling in a GGUF file. Takes the rope tensors from `weights`.
-pub(crate) fn from_gguf(
-    metadata: &Metadata<'_>,
-    rotary_dim: usize,
-    rope_theta: f64,
-    context_length: usize,
-    weights: &mut Weights,
-) -> Result<RopeScaling> {
-    let mut factors = |name: &str| -> Result<Option<Vec<f32>>> {
-        if !weights.contains(name) {
-            return Ok(None);
-        }
-        let factors = weights.floats(name, rotary_dim / 2)?;
-        if let Some(factor) = factors.iter().find(|factor| **factor <= 0.0) {
-            let why = format!("holds {factor}, divisors must be above 0");
-            return Err(Error::Tensor { path: metadata.path().into(), tensor: name.into(), why });
-        }
-        Ok(Some(factors))
-    };
-    if let Some(divisors) = factors("rope_freqs.weight")? {
-        return Ok(RopeScaling::of_divisors(divisors, rope_theta));
-    }
-    let [short, long] = ["short", "long"].map(|kind| format!("rope_factors_{kind}.weight"));
-    match (factors(&short)?, factors(&long)?) {
-        (None, None) => {}
-        (Some(short_factors), Some(long_factors)) => {
-            let original = metadata.optional_size("rope.scaling.original_context_length")?;
-            return Ok(RopeScaling::LongRope {
-                short_factors,
-                long_factors,
-                original_max_positions: original.unwrap_or(context_length),
-                attention_factor: metadata.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
-            });
-        }
-        (None, _) => {
-            return Err(Error::MissingTensor { path: metadata.path().into(), tensor: short });
-        }
-        (_, None) => {
-            return Err(Error::MissingTensor { path: metadata.path().into(), tensor: long });
-        }
-    }
-    scaling_of_metadata(metadata, context_length)
-}
-
-/// The factor of `mscale_all_dim` in GGUF files.
-const LOG_MULTIPLIER: f64 = 0.1;
-
-/// Returns the scaling that the metadata of a GGUF file names.
-fn scaling_of_metadata(metadata: &Metadata<'_>, context_length: usize) -> Result<RopeScaling> {
-    let factor = match metadata.float("rope.scaling.factor")? {
-        Some(factor) => Some(factor),
-        None => metadata.float("rope.scale_linear")?,
-    };
-    let default = if factor.is_some() { "linear" } else { "none" };
-    let kind = metadata.string("rope.scaling.type").unwrap_or(default);
-    match (kind, factor) {
-        ("none", _) | ("linear", None) => Ok(RopeScaling::Default),
-        ("linear", Some(factor)) => {
-            positive(metadata.path(), "rope.scaling.factor", factor)?;
-            Ok(RopeScaling::Linear { factor })
-        }
-        ("yarn", Some(factor)) => {
-            let original = metadata.optional_size("rope.scaling.original_context_length")?;
-            let float = |key: &str, default: f64| -> Result<f64> {
-                Ok(metadata.float(&format!("rope.scaling.{key}"))?.unwrap_or(default))
-            };
-            let multiplier = float("yarn_log_multiplier", 0.0)?;
-            Ok(RopeScaling::Yarn {
-                factor,
-                beta_fast: float("yarn_beta_fast", 32.0)?,
-                beta_slow: float("yarn_beta_slow", 1.0)?,
-                original_max_positions: original.unwrap_or(context_length),
-                // llama.cpp multiplies the optional factor of the file by this. With a multiplier,
-                // scores grow instead of sines and cosines. Like llama.cpp, this assumes that
-                // `mscale` is `mscale_all_dim`, because files have only the latter.
-                attention_factor: float("attn_factor", 1.0)?
-                    * if multiplier > 0.0 { 1.0 } else { yarn_gain(factor, 1.0) },
-                truncate: true,
-                // Files have f32, in which 0.1 is not exact.
-                score_mscale: f64::from((multiplier / LOG_MULTIPLIER) as f32),
-            })
-        }
-        (other, _) => {
-            let why = format!(
-                "{} has rope.scaling.type {other}; none, linear, yarn, llama3 (by rope_freqs) and \
-                 longrope (by rope_factors) are supported",
-                metadata.path().display()
-            );
-            Err(Error::unsupported(format!("rope type {other}"), why))
-        }
-    }
 }

@@ -1,5 +1,6 @@
 //! [`DecoderStack`]: the parts of a decoder that all families share.
 
+mod config;
 mod mlp;
 mod names;
 mod norm;
@@ -18,6 +19,7 @@ pub(crate) use self::mlp::MLP;
 pub(crate) use self::names::{LLAMA_GGUF, LLAMA_NAMES, gguf_names};
 pub(crate) use self::sliding::{Defaults, RopeByKind};
 pub use self::{
+    config::DecoderConfig,
     norm::{ChannelNorm, FinalNorm},
     parts::{LayerSource, LayerVisitor},
     per_layer::PerLayerInputs,
@@ -27,78 +29,13 @@ use crate::{
     checkpoint::{Exports, Names, Weights},
     decoder::{Decoder, Role, Roles},
     error::Result,
-    family::{ConfigJson, Family, JsonFields, no_gguf},
+    family::{ConfigJson, Family, JsonFields},
     gguf::{GgufNames, Metadata},
     model::LanguageModel,
     nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, SparseStates, init, soft_capped},
     pass::{Pass, SharedTokens},
     spec::{LayerSpec, ModelSpec},
 };
-
-/// The configuration of a family, read from a file or made in code.
-pub trait DecoderConfig: Clone + Debug + Send + Sync + Sized + 'static {
-    /// The values of `model_type` in `config.json` that the family reads.
-    const MODEL_TYPES: &'static [&'static str];
-    /// The values of `quant_method` in `config.json` that the family reads.
-    const QUANTIZATIONS: &'static [&'static str] = &[];
-    /// The GGUF architectures that the family reads, with the names of their tensors, as
-    /// [`Family::gguf`] returns them.
-    const GGUF: &'static [(&'static str, GgufNames)] = &[];
-
-    /// Reads the fields of `config.json`, and adds to `notes` for the user.
-    ///
-    /// # Errors
-    /// Fails for a missing field and for an unsupported feature.
-    fn read(json: &ConfigJson<'_>, notes: &mut Vec<String>) -> Result<Self>;
-
-    /// Reads the metadata of a GGUF file, and takes the tensors of the rope.
-    ///
-    /// # Errors
-    /// Fails as [`read`](Self::read) does, and for a family without GGUF files.
-    fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
-        let _ = weights;
-        Err(no_gguf(metadata))
-    }
-
-    /// Checks the values that the tensors' shapes do not check; `path` is for messages.
-    ///
-    /// # Errors
-    /// Fails for the first field that breaks a rule.
-    fn check(&self, path: &Path) -> Result<()>;
-
-    /// Returns the sizes of the model, layer by layer.
-    fn spec(&self) -> ModelSpec;
-
-    /// Returns the epsilon of the norms.
-    fn norm_epsilon(&self) -> f64;
-
-    /// Returns whether the output projection is the token embedding.
-    fn tied_head(&self) -> bool {
-        false
-    }
-
-    /// Returns the factor of token embeddings, if the family has one.
-    fn embedding_scale(&self) -> Option<f64> {
-        None
-    }
-
-    /// Returns the starts of the names of tensors that the model does not use, each with what they
-    /// are for. [`Names::unused`] has those that do not depend on the configuration.
-    fn unused(&self) -> Vec<(String, &'static str)> {
-        vec![]
-    }
-
-    /// Returns the bound of the logits, if the family has one; see [`Decoder::logit_softcap`].
-    fn logit_softcap(&self) -> Option<f64> {
-        None
-    }
-
-    /// Returns the fields of `config.json`; `path` is for messages.
-    ///
-    /// # Errors
-    /// Fails for a configuration that `config.json` cannot express.
-    fn to_json(&self, path: &Path) -> Result<JsonFields>;
-}
 
 /// The inputs of a layer besides the hidden states.
 #[derive(Debug)]
@@ -208,14 +145,12 @@ impl<L: DecoderLayer> Family for StackFamily<L> {
     }
 
     fn import(&self, json: &ConfigJson<'_>, weights: &mut Weights) -> Result<LanguageModel> {
-        let config = L::Config::read(json, weights.notes())?;
-        config.check(json.path)?;
+        let config: L::Config = config::read(json, weights.notes())?;
         Ok(DecoderStack::<L>::import(config, weights)?.into())
     }
 
     fn random(&self, json: &ConfigJson<'_>, device: &Device) -> Result<LanguageModel> {
-        let config = L::Config::read(json, &mut vec![])?;
-        config.check(json.path)?;
+        let config: L::Config = config::read(json, &mut vec![])?;
         Ok(DecoderStack::<L>::random(config, device)?.into())
     }
 
@@ -224,8 +159,7 @@ impl<L: DecoderLayer> Family for StackFamily<L> {
     }
 
     fn import_gguf(&self, metadata: &Metadata<'_>, weights: &mut Weights) -> Result<LanguageModel> {
-        let config = L::Config::read_gguf(metadata, weights)?;
-        config.check(metadata.path())?;
+        let config: L::Config = config::read_gguf(metadata, weights)?;
         Ok(DecoderStack::<L>::import(config, weights)?.into())
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Config;
 use crate::{
@@ -25,6 +25,7 @@ const GREEDY: &str = "greedy";
 struct Raw {
     model_type: String,
     num_key_value_heads: Option<usize>,
+    qk_head_dim: Option<usize>,
     topk_method: Option<String>,
     num_mtp_layers: Option<usize>,
     num_local_experts: Option<usize>,
@@ -41,7 +42,8 @@ impl Config {
             ("moe_layer_freq", json!(1)),
         ])?;
         // A model without compressed queries has `null`.
-        if !json.parse::<JsonFields>()?.contains_key("q_lora_rank") {
+        let mut fields: JsonFields = json.parse()?;
+        if !fields.contains_key("q_lora_rank") {
             let rule = "the model needs it; set it to null for queries that are not compressed";
             return Err(Error::config(path, "q_lora_rank", "missing", rule));
         }
@@ -62,14 +64,19 @@ impl Config {
             defaults["n_routed_experts"] = json!(n_experts);
         }
         if method == GREEDY {
-            defaults["n_group"] = json!(1);
-            defaults["topk_group"] = json!(1);
+            fields = extended(fields, json!({"n_group": 1, "topk_group": 1}));
         }
-        let mut config: Self = json.parse_with(defaults)?;
+        let text = Value::Object(fields).to_string();
+        let mut config: Self = ConfigJson { text: &text, path }.parse_with(defaults)?;
         let n_heads = config.num_attention_heads;
         if let Some(n_kv_heads) = raw.num_key_value_heads.filter(|n| *n != n_heads) {
             let rule = format!("must be num_attention_heads {n_heads}");
             return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
+        }
+        let [nope, rotary] = [config.qk_nope_head_dim, config.qk_rope_head_dim];
+        if let Some(n) = raw.qk_head_dim.filter(|n| Some(*n) != nope.checked_add(rotary)) {
+            let rule = format!("must be qk_nope_head_dim {nope} plus qk_rope_head_dim {rotary}");
+            return Err(Error::config(path, "qk_head_dim", n, rule));
         }
         let (scores, methods): (_, &[&str]) = match config.scoring_func {
             Scores::Sigmoid => ("sigmoid", &[NOAUX]),
@@ -78,9 +85,6 @@ impl Config {
         if !methods.contains(&method) {
             let rule = format!("must be {} with scoring_func {scores}", methods.join(" or "));
             return Err(Error::config(path, "topk_method", method, rule));
-        }
-        if method == GREEDY {
-            (config.n_group, config.topk_group) = (1, 1);
         }
         config.rope_theta = rope.rope_theta.unwrap_or(config.rope_theta);
         config.rope_scaling = rope.scaling(path, config.max_position_embeddings, None)?;

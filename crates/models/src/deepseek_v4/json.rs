@@ -242,13 +242,15 @@ impl Raw {
         let scaling = |fields: &RopeFields| {
             // The published models do not scale sines and cosines.
             let mut fields = fields.clone();
-            fields.attention_factor.get_or_insert(1.0);
+            if fields.kind().is_some() {
+                fields.attention_factor.get_or_insert(1.0);
+            }
             fields.scaling(path, max_positions, None)
         };
         if ropes.main.is_none() && ropes.compress.is_none() {
             let theta = required(path, "rope_theta", self.rope_theta)?;
             let compressed = required(path, "compress_rope_theta", self.compress_rope_theta)?;
-            required(path, "rope_parameters.rope_type", ropes.flat.rope_type.as_ref())?;
+            required(path, "rope_parameters.rope_type", ropes.flat.kind())?;
             return Ok([(theta, RopeScaling::Default), (compressed, scaling(&ropes.flat)?)]);
         }
         let rope = |name: &str, fields: &Option<RopeFields>| -> Result<_> {

@@ -41,7 +41,7 @@ struct Raw {
     global_head_dim: Option<usize>,
     num_global_key_value_heads: Option<usize>,
     /// Fields by the number of a layer. Older files have the two fields above.
-    per_layer_config: Option<BTreeMap<usize, Override>>,
+    per_layer_config: Option<BTreeMap<String, Override>>,
     rope_parameters: Option<RopeByKind>,
 }
 
@@ -87,13 +87,21 @@ impl Raw {
             let head_dim = self.global_head_dim.unwrap_or(512);
             return Ok([head_dim, kv_heads.unwrap_or(of_model[1])]);
         };
+        let n_layers = shared.n_layers;
+        let known = |name: &str| {
+            name.parse().is_ok_and(|layer: usize| layer < n_layers && layer.to_string() == name)
+        };
+        if let Some(name) = layers.keys().find(|name| !known(name)) {
+            let rule = format!("must be the number of a layer, from 0 to {}", n_layers - 1);
+            return Err(Error::config(path, "key of per_layer_config", name, rule));
+        }
         let sizes = |layer: &usize| {
             let Override { head_dim, num_key_value_heads } =
-                layers.get(layer).copied().unwrap_or_default();
+                layers.get(&layer.to_string()).copied().unwrap_or_default();
             [head_dim.unwrap_or(of_model[0]), num_key_value_heads.unwrap_or(of_model[1])]
         };
         let global = shared.full_layers.first().map_or(of_model, sizes);
-        for layer in 0..shared.n_layers {
+        for layer in 0..n_layers {
             let (found, expected) = match shared.full_layers.contains(&layer) {
                 true => (sizes(&layer), global),
                 false => (sizes(&layer), of_model),
@@ -109,7 +117,13 @@ impl Raw {
                 return Err(Error::unsupported("per_layer_config", why));
             }
         }
-        Ok(global)
+        match self.global_head_dim.filter(|n| *n != global[0] && !shared.full_layers.is_empty()) {
+            None => Ok(global),
+            Some(n) => {
+                let rule = format!("per_layer_config has head_dim {}; remove one", global[0]);
+                Err(Error::config(path, "global_head_dim", n, rule))
+            }
+        }
     }
 }
 
@@ -157,6 +171,9 @@ impl Config {
         shared.full_layers = (0..n_layers).filter(|&i| !slides[i]).collect();
         let global_head_dim = shared.head_dim;
         shared.head_dim = metadata.size("attention.key_length_swa")?;
+        for key in ["rope.dimension_count_swa", "attention.value_length_swa"] {
+            metadata.agrees(key, shared.head_dim, "the attention.key_length_swa")?;
+        }
         let global_rope = std::mem::replace(&mut shared.rope_scaling, RopeScaling::Default);
 
         let shared_layers = metadata.optional_size("attention.shared_kv_layers")?.unwrap_or(0);

@@ -1,10 +1,16 @@
 use std::path::Path;
 
-use super::header::{Header, Value};
+use super::{
+    header::Header,
+    value::{Value, text},
+};
 use crate::{
     error::{Error, Result},
     fields::required,
 };
+
+/// The largest size, 2^40.
+const LARGEST: u64 = 1 << 40;
 
 /// The metadata of a GGUF file. Callers omit the prefix of keys, which is the name of the
 /// architecture.
@@ -46,14 +52,14 @@ impl<'a> Metadata<'a> {
     /// # Errors
     /// Returns [`Error::Config`] if the value is not an unsigned integer up to 2^40.
     pub fn optional_size(&self, key: &str) -> Result<Option<usize>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(&Value::Unsigned(n)) if n <= 1 << 40 => Ok(Some(n as usize)),
-            Some(&Value::Signed(n)) if (0..=1 << 40).contains(&n) => Ok(Some(n as usize)),
-            Some(other) => {
-                let rule = "must be an unsigned integer";
-                Err(Error::config(self.path, self.key(key), other.to_string(), rule))
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.integer() {
+            Some(n) if n <= LARGEST => Ok(Some(n as usize)),
+            Some(_) => {
+                let rule = format!("must be at most {LARGEST}");
+                Err(Error::config(self.path, self.key(key), value, rule))
             }
+            None => Err(self.wrong(key, value, "an unsigned integer")),
         }
     }
 
@@ -91,9 +97,7 @@ impl<'a> Metadata<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(&Value::Float(x)) => Ok(Some(x)),
-            Some(other) => {
-                Err(Error::config(self.path, self.key(key), other.to_string(), "must be a float"))
-            }
+            Some(other) => Err(self.wrong(key, other, "a float")),
         }
     }
 
@@ -105,17 +109,33 @@ impl<'a> Metadata<'a> {
         match self.get(key) {
             None => Ok(None),
             Some(&Value::Bool(flag)) => Ok(Some(flag)),
-            Some(other) => {
-                Err(Error::config(self.path, self.key(key), other.to_string(), "must be a bool"))
+            Some(other) => Err(self.wrong(key, other, "a bool")),
+        }
+    }
+
+    /// Returns a string, if the file has the key.
+    ///
+    /// # Errors
+    /// Returns [`Error::Config`] if the value is not a string.
+    pub fn string(&self, key: &str) -> Result<Option<&str>> {
+        text(&self.header.metadata, &self.key(key), self.path)
+    }
+
+    /// Checks that a size that the file may have is `expected`, which `why` explains.
+    ///
+    /// # Errors
+    /// Returns [`Error::Config`] if it is another number.
+    pub(crate) fn agrees(&self, key: &str, expected: usize, why: &str) -> Result<()> {
+        match self.optional_size(key)?.filter(|found| *found != expected) {
+            None => Ok(()),
+            Some(found) => {
+                let rule = format!("must be {expected}, {why}; convert the model again");
+                Err(Error::config(self.path, self.key(key), found, rule))
             }
         }
     }
 
-    /// Returns a string, if the file has the key and the value is a string.
-    pub fn string(&self, key: &str) -> Option<&str> {
-        match self.get(key) {
-            Some(Value::String(text)) => Some(text),
-            _ => None,
-        }
+    fn wrong(&self, key: &str, value: &Value, expected: &str) -> Error {
+        value.wrong(self.path, self.key(key), expected)
     }
 }

@@ -5,16 +5,18 @@ mod header;
 mod metadata;
 mod names;
 mod split;
+mod value;
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
 use memmap2::Mmap;
 
 pub(crate) use block::NumberType;
-pub(crate) use header::{Array, Strings, TensorInfo, Value};
+pub(crate) use header::TensorInfo;
 pub use metadata::Metadata;
 pub use names::GgufNames;
 pub(crate) use split::{GgufFile, map, open};
+pub(crate) use value::{Array, Strings, Value, text};
 
 use crate::error::Result;
 

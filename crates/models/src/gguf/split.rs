@@ -9,7 +9,7 @@ use std::{
 
 use memmap2::Mmap;
 
-use super::header::{Header, Value};
+use super::header::Header;
 use crate::{
     error::{Error, Result},
     files::Part,
@@ -71,15 +71,9 @@ impl GgufFile {
     }
 
     fn integer(&self, key: &str) -> Result<Option<u64>> {
-        match self.header.metadata.get(key) {
-            None => Ok(None),
-            Some(&Value::Unsigned(n)) => Ok(Some(n)),
-            Some(&Value::Signed(n)) if n >= 0 => Ok(Some(n as u64)),
-            Some(other) => {
-                let rule = "must be an unsigned integer";
-                Err(Error::config(&self.path, key, other.to_string(), rule))
-            }
-        }
+        let Some(value) = self.header.metadata.get(key) else { return Ok(None) };
+        let wrong = || value.wrong(&self.path, key, "an unsigned integer");
+        value.integer().map(Some).ok_or_else(wrong)
     }
 }
 

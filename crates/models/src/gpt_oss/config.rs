@@ -47,8 +47,9 @@ pub(super) const ALPHA: f64 = 1.702;
 #[derive(Deserialize)]
 struct Raw {
     num_local_experts: Option<usize>,
-    #[serde(alias = "experts_per_token")]
     num_experts_per_tok: Option<usize>,
+    /// The name in other files; the published ones have both.
+    experts_per_token: Option<usize>,
     swiglu_limit: Option<f64>,
     swiglu_alpha: Option<f64>,
     hidden_act: Option<String>,
@@ -74,14 +75,12 @@ impl DecoderConfig for Config {
         }
         let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
         // Without a rope type the transformers library assumes YaRN, so the file is ambiguous.
-        let typed = |rope: &&RopeFields| rope.rope_type.is_some();
-        let new_rope = raw.rope_parameters.as_ref().filter(typed);
-        let rope = new_rope.or(raw.rope_scaling.as_ref().filter(typed));
-        if raw.rope_theta.is_none() && rope.is_none() {
+        let rope = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
+        if raw.rope_theta.is_none() && rope.and_then(RopeFields::kind).is_none() {
             let rule = "must have a rope_type, as yarn or default";
             return Err(Error::config(path, "rope_parameters", "missing", rule));
         }
-        let theta = new_rope.and_then(|rope| rope.rope_theta).or(raw.rope_theta);
+        let theta = rope.and_then(|rope| rope.rope_theta).or(raw.rope_theta);
         shared.rope_theta = theta.unwrap_or(DEFAULTS.rope_theta);
         if let Some(rope) = rope {
             shared.rope_scaling = rope.scaling(path, shared.max_positions, None)?;
@@ -89,7 +88,11 @@ impl DecoderConfig for Config {
         Ok(Self {
             shared,
             n_experts: required(path, "num_local_experts", raw.num_local_experts)?,
-            experts_per_token: required(path, "num_experts_per_tok", raw.num_experts_per_tok)?,
+            experts_per_token: required(
+                path,
+                "num_experts_per_tok",
+                raw.num_experts_per_tok.or(raw.experts_per_token),
+            )?,
             swiglu_limit: raw.swiglu_limit.unwrap_or(LIMIT),
         })
     }

@@ -70,8 +70,7 @@ impl Raw {
         let window = window.filter(|&window| window < max_positions);
         let full_layers = if window.is_some() { full_layers } else { BTreeSet::new() };
 
-        let new_rope = self.rope_parameters.as_ref();
-        let rope = new_rope.or(self.rope_scaling.as_ref());
+        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
         // The defaults of the transformers library.
         let (default_theta, default_epsilon) = match family {
             "smollm3" => (2_000_000.0, 1e-6),
@@ -79,8 +78,8 @@ impl Raw {
             _ => (10_000.0, 1e-6),
         };
         let rope_theta =
-            new_rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(default_theta);
-        let partial = new_rope
+            rope.and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(default_theta);
+        let partial = rope
             .and_then(|rope| rope.partial_rotary_factor)
             .or(self.partial_rotary_factor)
             .unwrap_or(1.0);
@@ -118,9 +117,13 @@ impl Raw {
         Ok(config)
     }
 
-    /// Returns the model type; that of a mixture of experts has the same attention.
+    /// Returns the model type, without the suffix of a mixture of experts.
     fn family(&self) -> &str {
         self.model_type.strip_suffix("_moe").unwrap_or(&self.model_type)
+    }
+
+    fn is_moe(&self) -> bool {
+        self.model_type.ends_with("_moe")
     }
 
     fn check_supported(&self, path: &Path) -> Result<()> {
@@ -144,11 +147,12 @@ impl Raw {
         // The `sliding_window` of these families applies only with `use_sliding_window`.
         let switched = matches!(family, "qwen2" | "qwen3" | "smollm3");
         let enabled = self.use_sliding_window.unwrap_or(!switched);
-        let full = match &self.layer_types {
+        let full = match self.layer_types.as_ref().filter(|_| !self.is_moe()) {
             Some(types) => full_layers(path, types, n_layers)?,
             None if !enabled => all.clone(),
             None if family == "smollm3" => &all - without_rope,
-            None if switched => {
+            // In Qwen3-MoE, transformers gives all layers the sliding window.
+            None if switched && !self.is_moe() => {
                 let first = self.max_window_layers.unwrap_or(28);
                 all.iter().copied().filter(|&layer| layer < first).collect()
             }
@@ -160,6 +164,10 @@ impl Raw {
             }
             None if self.layer_types.is_some() && full != all => {
                 let rule = format!("layer_types has {SLIDING}");
+                Err(Error::config(path, "sliding_window", "missing", rule))
+            }
+            None if switched && enabled && full != all => {
+                let rule = "use_sliding_window is true; name the tokens of the window";
                 Err(Error::config(path, "sliding_window", "missing", rule))
             }
             window => Ok((window.filter(|_| full != all), full)),

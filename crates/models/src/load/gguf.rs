@@ -11,6 +11,7 @@ use super::{Format, LoadOptions, Loaded, file_stem};
 use crate::{
     checkpoint::{BlockSource, Blocks, Mapped, Stored, Watcher, Weights},
     error::{Error, Result},
+    fields::required,
     files::Part,
     gguf::{self, GgufFile, Metadata, NumberType, TensorInfo, Value},
     model::LanguageModel,
@@ -39,9 +40,11 @@ pub(super) fn load(
         (tokenizer.join().unwrap_or_else(|panic| panic::resume_unwind(panic)), model)
     });
     let (model, notes) = model?;
-    let name = match files[0].header.metadata.get("general.name") {
-        Some(Value::String(name)) if !name.is_empty() => name.clone(),
-        _ => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
+    let GgufFile { path: first, header, .. } = &files[0];
+    let name = gguf::text(&header.metadata, "general.name", first)?;
+    let name = match name.filter(|name| !name.is_empty()) {
+        Some(name) => name.to_string(),
+        None => Part::parse(path).map_or_else(|| file_stem(path), |part| part.stem),
     };
     Ok(Loaded { model, tokenizer, cache: None, name, format: Format::Gguf, notes })
 }
@@ -55,13 +58,8 @@ fn read_model(
     watcher: Watcher,
 ) -> Result<(LanguageModel, Vec<String>)> {
     let GgufFile { path: first, header, map } = &files[0];
-    let arch = match header.metadata.get("general.architecture") {
-        Some(Value::String(arch)) => arch.as_str(),
-        _ => {
-            let rule = "the file needs it";
-            return Err(Error::config(first, "general.architecture", "missing", rule));
-        }
-    };
+    let key = "general.architecture";
+    let arch = required(first, key, gguf::text(&header.metadata, key, first)?)?;
     let metadata = Metadata::new(header, arch, first, map);
     let has_experts = metadata.optional_size("expert_count")?.is_some_and(|n| n > 0);
     let (family, names) = registry::by_architecture(arch, has_experts).map_err(|known| {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -33,11 +33,16 @@ pub(super) fn load(
     options: LoadOptions,
     watcher: Watcher,
 ) -> Result<Loaded> {
-    if !folder.join("config.json").is_file() {
-        return Err(Error::NotFound {
-            path: folder.join("config.json"),
-            hint: ", a model is a folder with config.json and weights, or a .gguf file".into(),
-        });
+    let path = folder.join("config.json");
+    match fs::metadata(&path) {
+        Ok(found) if found.is_file() => {}
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            return Err(Error::Io { path, source });
+        }
+        _ => {
+            let hint = ", a model is a folder with config.json and weights, or a .gguf file".into();
+            return Err(Error::NotFound { path, hint });
+        }
     }
     let (format, files) = weight_files(folder)?;
     build(folder, (file_stem(folder), format), &files, device, options, watcher)
@@ -83,6 +88,8 @@ fn build(
 
     let cache_path = folder.join(KV_CACHE_FILE);
     let cache = own_cache(&cache_path)?;
+    let mut eos = header.eos_token_id.clone().map_or(vec![], Ids::into_vec);
+    eos.extend(generation_eos(&folder.join("generation_config.json"))?);
 
     let mut weights = open_files(folder, format, files, device)?;
     weights.watcher = watcher;
@@ -97,14 +104,20 @@ fn build(
     if let Some(cache) = &cache {
         cache.validate(&model).map_err(|error| error.in_file(&cache_path))?;
     }
-    let mut eos = header.eos_token_id.map_or(vec![], Ids::into_vec);
-    if let Ok(text) = read_to_string(&folder.join("generation_config.json"))
-        && let Ok(Generation { eos_token_id: Some(ids) }) = serde_json::from_str(&text)
-    {
-        eos.extend(ids.into_vec());
-    }
     let tokenizer = Tokenizer::from_folder(folder, &eos);
     Ok(Loaded { model, tokenizer, cache, name, format, notes })
+}
+
+/// Reads the end-of-text ids of `generation_config.json`, if the file exists.
+fn generation_eos(path: &Path) -> Result<Vec<u32>> {
+    match read_to_string(path) {
+        Ok(text) => {
+            let Generation { eos_token_id } = ConfigJson { text: &text, path }.parse()?;
+            Ok(eos_token_id.map_or(vec![], Ids::into_vec))
+        }
+        Err(Error::NotFound { .. }) => Ok(vec![]),
+        Err(error) => Err(error),
+    }
 }
 
 /// Reads the cache configuration, if the file exists.
@@ -218,7 +231,7 @@ struct TextHeader {
 impl Header {
     /// Reads the fields; those beside `text_config` come first.
     fn read(text: &str, path: &Path) -> Result<Self> {
-        let mut header: Self = json(text, path)?;
+        let mut header: Self = ConfigJson { text, path }.parse()?;
         let text = header.text_config.take().unwrap_or_default();
         header.eos_token_id = header.eos_token_id.or(text.eos_token_id);
         header.torch_dtype = header.torch_dtype.or(text.torch_dtype);
@@ -303,11 +316,8 @@ struct Generation {
     eos_token_id: Option<Ids>,
 }
 
-#[derive(Deserialize)]
-#[serde(
-    untagged,
-    expecting = "eos_token_id must be a token id or a list of them, each from 0 to 4294967295"
-)]
+#[derive(Clone, Deserialize)]
+#[serde(untagged, expecting = "must be a token id or a list of them, each from 0 to 4294967295")]
 enum Ids {
     One(u32),
     Many(Vec<u32>),

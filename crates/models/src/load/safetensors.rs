@@ -8,7 +8,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::{
     checkpoint::{ByteFloat, Mapped, Stored, Weights},
-    error::{Error, Result},
+    error::{Error, Result, unreadable},
     gguf::{NumberType, map},
 };
 
@@ -22,7 +22,7 @@ pub(super) fn open(file: &Path, weights: &mut Weights) -> Result<()> {
     let malformed = |why| Error::Malformed { path: file.into(), format: FORMAT, why };
     let map = map(file, FORMAT)?;
     let (header, metadata) =
-        SafeTensors::read_metadata(&map).map_err(|error| malformed(error.to_string()))?;
+        SafeTensors::read_metadata(&map).map_err(|error| malformed(unreadable(&error)))?;
     /// Bytes of the header's length, which precede the header.
     const LENGTH: usize = 8;
     let data = LENGTH + header;

@@ -186,6 +186,15 @@ impl Rope {
         [self.inv_freq(context), &[self.attention_factor]].concat()
     }
 
+    /// Returns whether the angles of positions up to `positions`, and the factor of sines and
+    /// cosines, are finite.
+    pub(crate) fn is_finite(&self, positions: usize) -> bool {
+        let long = self.long.iter().flat_map(|(_, inv_freq)| inv_freq);
+        let mut all = self.inv_freq.iter().chain(long);
+        let finite = all.all(|frequency| (frequency * positions as f32).is_finite());
+        finite && self.attention_factor.is_finite()
+    }
+
     /// Returns the rows of positions `start..start + seq`, computed once for all layers. `context`
     /// is the largest number of positions and selects the frequencies of [`RopeScaling::LongRope`].
     pub fn rows(&self, start: usize, seq: usize, context: usize, device: &Device) -> RopeRows {

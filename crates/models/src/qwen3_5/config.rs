@@ -70,6 +70,16 @@ impl DecoderConfig for Config {
         // The kinds of layers are not Llama's.
         let mut base = ConfigJson { text: &text, ..*json }.parse::<Map<String, Value>>()?;
         base.remove("layer_types");
+        for field in ["sliding_window", "use_sliding_window", "max_window_layers"] {
+            // As in transformers, which has no such field in this family.
+            let ignored = base.remove(field).filter(|_| field == "sliding_window");
+            if let Some(window) = ignored.filter(|window| !window.is_null()) {
+                notes.push(format!(
+                    "{}: sliding_window {window} is ignored; attention of Qwen3.5 has none",
+                    path.display()
+                ));
+            }
+        }
         for (field, default) in [("head_dim", HEAD_DIM), ("num_key_value_heads", N_KV_HEADS)] {
             base.entry(field).or_insert(default.into());
         }
@@ -92,6 +102,16 @@ impl DecoderConfig for Config {
             values: raw.linear_value_head_dim.unwrap_or(128),
         };
         let sections = raw.rope_parameters.and_then(|rope| rope.mrope_section);
+        if let Some(sections) = &sections
+            && !fill(sections, base.rotary_dim)
+        {
+            let rule = format!(
+                "must be 3 numbers with the sum {}, the channel pairs with rope",
+                base.rotary_dim / 2
+            );
+            let field = "rope_parameters.mrope_section";
+            return Err(Error::config(path, field, format!("{sections:?}"), rule));
+        }
         Ok(Self {
             base: llama::Config { qk_norms: true, ..base },
             attention_layers,
@@ -108,6 +128,7 @@ impl DecoderConfig for Config {
     fn read_gguf(metadata: &Metadata<'_>, weights: &mut Weights) -> Result<Self> {
         let path = metadata.path();
         let mut base = llama::Config::read_gguf(metadata, weights)?;
+        base.attention = base.attention.with_sliding_window(None);
         // The last layers predict further tokens, and are not part of the language model.
         let further = metadata.optional_size("nextn_predict_layers")?.unwrap_or(0);
         let n_layers = base.n_layers.saturating_sub(further).max(1);
@@ -210,9 +231,11 @@ impl DecoderConfig for Config {
             "rope_theta": base.rope_theta,
             "partial_rotary_factor": base.rotary_factor(),
             "mrope_interleaved": true,
-            "mrope_section": self.rope_sections,
         });
-        let rope = extended(rope, own);
+        let mut rope = extended(rope, own);
+        if fill(&self.rope_sections, base.rotary_dim) {
+            rope.insert("mrope_section".into(), json!(self.rope_sections));
+        }
         fields.remove("rope_theta");
         let own = json!({
             "architectures": ["Qwen3_5ForCausalLM"],
@@ -234,6 +257,12 @@ impl Config {
     pub fn attends(&self, layer: usize) -> bool {
         self.attention_layers.contains(&layer)
     }
+}
+
+/// Returns whether sections of time, height and width are all channel pairs with rope.
+fn fill(sections: &[usize], rotary_dim: usize) -> bool {
+    let sum = sections.iter().try_fold(0usize, |sum, n| sum.checked_add(*n));
+    sections.len() == 3 && sum == Some(rotary_dim / 2)
 }
 
 fn attention_layers(path: &Path, types: &[String], n_layers: usize) -> Result<BTreeSet<usize>> {

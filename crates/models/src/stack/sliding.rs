@@ -155,6 +155,8 @@ impl SlidingConfig {
         let n_layers = layers(path, &metadata.key("block_count"), n_layers)?;
         let n_heads = metadata.size("attention.head_count")?;
         let head_dim = metadata.size("attention.key_length")?;
+        metadata.agrees("rope.dimension_count", head_dim, "the attention.key_length")?;
+        metadata.agrees("attention.value_length", head_dim, "the attention.key_length")?;
         let max_positions = metadata.size("context_length")?;
         let rope_theta = metadata.float("rope.freq_base")?.unwrap_or(defaults.rope_theta);
         let pattern_field = "attention.sliding_window_pattern";

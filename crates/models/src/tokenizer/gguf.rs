@@ -109,9 +109,9 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
 
     let eos = ["eos", "eot", "eom"]
         .iter()
-        .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")))
-        .collect();
-    let bos = vocabulary.id("tokenizer.ggml.bos_token_id");
+        .filter_map(|name| vocabulary.id(&format!("tokenizer.ggml.{name}_token_id")).transpose())
+        .collect::<Result<_>>()?;
+    let bos = vocabulary.id("tokenizer.ggml.bos_token_id")?;
     let adds_bos = vocabulary.flag("tokenizer.ggml.add_bos_token")?;
     let adds_bos = adds_bos.unwrap_or(begins && bos.is_some());
     if adds_bos {
@@ -125,7 +125,7 @@ pub(super) fn build(metadata: &HashMap<String, Value>, file: &[u8], path: &Path)
         None => None,
         Some(_) => Some(vocabulary.string("tokenizer.chat_template")?.to_string()),
     };
-    let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id");
+    let eos_token = vocabulary.id("tokenizer.ggml.eos_token_id")?;
     let eos_token = eos_token.and_then(|id| inner.id_to_token(id));
     let settings = Settings { bos, chat_template, eos_token, notes, ..Settings::default() };
     Ok(Built { inner, n_ids, eos, settings })
@@ -154,7 +154,7 @@ fn model(
         }
         "llama" => {
             let scores = vocabulary.scores(tokens.len())?;
-            let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id");
+            let unknown = vocabulary.id("tokenizer.ggml.unknown_token_id")?;
             let prefixed = vocabulary.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
             let inner = sentencepiece::build(tokens, &scores, types, unknown, prefixed, path)?;
             Ok((inner, true))
@@ -320,11 +320,13 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    fn id(&self, key: &str) -> Option<u32> {
-        match self.metadata.get(key)? {
-            Value::Unsigned(id) => u32::try_from(*id).ok(),
-            Value::Signed(id) => u32::try_from(*id).ok(),
-            _ => None,
+    /// Returns the id of a token, if the file has the key; some files have -1 for no token.
+    fn id(&self, key: &str) -> Result<Option<u32>> {
+        match self.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::Unsigned(id)) => Ok(u32::try_from(*id).ok()),
+            Some(Value::Signed(id)) => Ok(u32::try_from(*id).ok()),
+            Some(_) => Err(self.wrong(key, "the id of a token")),
         }
     }
 }

@@ -246,6 +246,63 @@ fn overlapping_tensors_are_named() {
     load(&file, &device()).unwrap();
 }
 
+/// A key that is there with another type is not absent, and sizes agree.
+#[test]
+fn keys_of_another_type_and_contradictions_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("wrong.gguf");
+    let (llama, gemma) = ("llama-tiny", "gemma4-tiny");
+    let cases: [(&str, &str, Value, &[&str]); 8] = [
+        (
+            llama,
+            "general.name",
+            Value::Bool(true),
+            &["general.name = true", "a string, not a bool"],
+        ),
+        (
+            llama,
+            "general.architecture",
+            Value::U32(4),
+            &["general.architecture = 4", "must be a string, not an unsigned integer"],
+        ),
+        (
+            llama,
+            "llama.rope.scaling.type",
+            Value::U32(3),
+            &["llama.rope.scaling.type = 3", "must be a string, not an unsigned integer"],
+        ),
+        (
+            llama,
+            "llama.rope.scaling.type",
+            Value::String("yarn".into()),
+            &["llama.rope.scaling.factor = missing"],
+        ),
+        (
+            llama,
+            "llama.attention.head_count",
+            Value::F32(6.0),
+            &["head_count = 6", "must be an unsigned integer, not a float"],
+        ),
+        (
+            gemma,
+            "gemma4.rope.dimension_count",
+            Value::U32(32),
+            &["gemma4.rope.dimension_count = 32", "must be 64, the attention.key_length"],
+        ),
+        (
+            gemma,
+            "gemma4.rope.dimension_count_swa",
+            Value::U32(64),
+            &["gemma4.rope.dimension_count_swa = 64", "must be 32"],
+        ),
+        (gemma, "gemma4.attention.value_length", Value::U32(32), &["value_length = 32", "64"]),
+    ];
+    for (name, key, value, parts) in cases {
+        write_gguf(&tiny(name), &file, GgmlType::F32, &[(key, value)]);
+        assert_contains(&failure(&file), parts);
+    }
+}
+
 #[test]
 fn values_of_wrong_types_are_quoted() {
     let folder = tempfile::tempdir().unwrap();

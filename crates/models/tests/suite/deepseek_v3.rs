@@ -183,7 +183,7 @@ fn gguf_files_become_folders() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(Change, &[&str]); 17] = [
+    let cases: [(Change, &[&str]); 19] = [
         (|c| c["topk_group"] = json!(3), &["topk_group = 3", "must be at most n_group 2"]),
         (|c| c["n_group"] = json!(3), &["n_group = 3", "must divide n_routed_experts 8"]),
         (|c| c["n_group"] = json!(0), &["n_group = 0", "must be between 1 and"]),
@@ -212,10 +212,27 @@ fn wrong_configurations_name_field_value_and_rule() {
         ),
         (|c| c["q_lora_rank"] = json!(0), &["q_lora_rank = 0", "must be between 1 and"]),
         (|c| c["q_lora_rank"] = json!(null), &["self_attn.q_proj.weight", "missing"]),
-        (|c| c["qk_rope_head_dim"] = json!(15), &["qk_rope_head_dim = 15", "must be even"]),
+        (
+            |c| {
+                c["qk_rope_head_dim"] = json!(15);
+                c["qk_head_dim"] = json!(null);
+            },
+            &["qk_rope_head_dim = 15", "must be even"],
+        ),
+        (
+            |c| {
+                c["qk_rope_head_dim"] = json!(1u32 << 31);
+                c["qk_head_dim"] = json!(null);
+            },
+            &["channels with rope = 2147483648", "must be at most 65536"],
+        ),
+        (
+            |c| c["qk_head_dim"] = json!(47),
+            &["qk_head_dim = 47", "qk_nope_head_dim 32 plus qk_rope_head_dim 16"],
+        ),
         (
             |c| c["scoring_func"] = json!("tanh"),
-            &["scoring_func = \"tanh\"", "`softmax` or `sigmoid`"],
+            &["scoring_func = \"tanh\"", "must be softmax or sigmoid"],
         ),
         (|c| c["attention_bias"] = json!(true), &["attention_bias = true", "must be false"]),
         (

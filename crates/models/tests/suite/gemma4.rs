@@ -337,7 +337,7 @@ fn the_plan_of_gemma_4_e2b_is_the_arithmetic_of_its_sizes() {
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
     type Change = fn(&mut Json);
-    let cases: [(Change, &[&str]); 11] = [
+    let cases: [(Change, &[&str]); 14] = [
         (
             |c| c["num_kv_shared_layers"] = json!(6),
             &["num_kv_shared_layers = 6", "below num_hidden_layers 6", "own the caches"],
@@ -368,7 +368,19 @@ fn wrong_configurations_name_field_value_and_rule() {
         ),
         (
             |c| c["per_layer_config"]["1"] = json!({"hidden_activation": "relu"}),
-            &["per_layer_config"],
+            &["per_layer_config.1.hidden_activation = \"relu\"", "must be head_dim or"],
+        ),
+        (
+            |c| c["per_layer_config"]["6"] = json!({"head_dim": 64}),
+            &["key of per_layer_config = 6", "from 0 to 5"],
+        ),
+        (
+            |c| c["per_layer_config"]["x"] = json!({"head_dim": 64}),
+            &["key of per_layer_config = x", "the number of a layer"],
+        ),
+        (
+            |c| c["global_head_dim"] = json!(128),
+            &["global_head_dim = 128", "per_layer_config has head_dim 64"],
         ),
         (
             |c| c["vocab_size_per_layer_input"] = json!(128),

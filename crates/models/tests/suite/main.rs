@@ -28,6 +28,7 @@ mod policy_files;
 mod prompt_cache;
 mod quantize;
 mod qwen3_5;
+mod rope_fields;
 mod save;
 mod saved_cache;
 mod saved_cache_files;

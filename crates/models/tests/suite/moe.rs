@@ -43,6 +43,24 @@ fn every_field_counts() {
     }
 }
 
+/// The window of Qwen3-MoE is in all layers, whatever `max_window_layers` is.
+#[test]
+fn all_layers_of_qwen3_moe_have_the_sliding_window() {
+    let changes: [Change; 3] =
+        [|_| (), |c| c["max_window_layers"] = json!(28), |c| c["layer_types"] = json!(["x"])];
+    for change in changes {
+        let folder = with_config(QWEN3, |c| {
+            c["use_sliding_window"] = json!(true);
+            c["sliding_window"] = json!(16);
+            change(c);
+        });
+        let model = load(folder.path(), &device()).unwrap().model;
+        assert!(model.spec().layers.iter().all(|layer| layer.sliding_window == Some(16)));
+    }
+    let folder = with_config(QWEN3, |c| c["use_sliding_window"] = json!(true));
+    assert_contains(&failure(folder.path()), &["sliding_window = missing", "use_sliding_window"]);
+}
+
 #[test]
 fn absent_fields_have_mixtrals_defaults() {
     let config = |folder: &Path| {

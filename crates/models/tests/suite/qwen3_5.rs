@@ -33,7 +33,10 @@ fn every_field_counts() {
     let right = logits(&tiny(NAME));
     let largest = right.clone().abs().max().into_scalar::<f32>();
     let changes: [fn(&mut Json); 3] = [
-        |c| c["rope_parameters"]["partial_rotary_factor"] = json!(0.5),
+        |c| {
+            c["rope_parameters"]["partial_rotary_factor"] = json!(0.5);
+            c["rope_parameters"]["mrope_section"] = json!([4, 2, 2]);
+        },
         |c| c["rope_parameters"]["rope_theta"] = json!(100.0),
         |c| c["rms_norm_eps"] = json!(0.1),
     ];
@@ -41,6 +44,24 @@ fn every_field_counts() {
         let folder = with_config(NAME, change);
         let worst = max_difference(logits(folder.path()), right.clone());
         assert!(worst > 0.002 * largest, "{worst} of {largest}");
+    }
+}
+
+/// Like transformers, whose attention of this family has no sliding window.
+#[test]
+fn a_sliding_window_is_ignored_and_noted() {
+    let folder = with_config(NAME, |c| c["sliding_window"] = json!(16));
+    let notes = load(folder.path(), &device()).unwrap().notes.join("\n");
+    assert_contains(&notes, &["config.json: sliding_window 16 is ignored"]);
+    assert!(max_difference(logits(folder.path()), logits(&tiny(NAME))) == 0.0);
+}
+
+#[test]
+fn sections_that_do_not_fill_the_rope_are_refused() {
+    for sections in [json!([2, 1, 2]), json!([2, 2]), json!([u64::MAX, 4, 1])] {
+        let folder = with_config(NAME, |c| c["rope_parameters"]["mrope_section"] = sections);
+        let message = load(folder.path(), &device()).unwrap_err().to_string();
+        assert_contains(&message, &["mrope_section = [", "3 numbers with the sum 4"]);
     }
 }
 

@@ -345,8 +345,10 @@ fn end_tokens_outside_the_vocabulary_are_noted() {
     }
 
     let file = folder.path().join("end.gguf");
-    let with_end =
-        |id: u32| gguf_of(&file, Some("gpt-2"), &[("tokenizer.ggml.eos_token_id", Value::U32(id))]);
+    let with = |end| gguf_of(&file, Some("gpt-2"), &[("tokenizer.ggml.eos_token_id", end)]);
+    let with_end = |id: u32| with(Value::U32(id));
+    let error = with(Value::String("2".into())).tokenizer.err().unwrap().to_string();
+    assert!(error.contains("eos_token_id is not the id of a token"), "{error}");
     let inside = with_end(255);
     assert_eq!(inside.tokenizer.unwrap().eos(), &[255].into());
     assert!(inside.notes.is_empty(), "{:?}", inside.notes);
