@@ -24,8 +24,6 @@ const GREEDY: &str = "greedy";
 #[derive(Deserialize)]
 struct Raw {
     model_type: String,
-    num_key_value_heads: Option<usize>,
-    qk_head_dim: Option<usize>,
     topk_method: Option<String>,
     num_mtp_layers: Option<usize>,
     num_local_experts: Option<usize>,
@@ -68,16 +66,12 @@ impl Config {
         }
         let text = Value::Object(fields).to_string();
         let mut config: Self = ConfigJson { text: &text, path }.parse_with(defaults)?;
-        let n_heads = config.num_attention_heads;
-        if let Some(n_kv_heads) = raw.num_key_value_heads.filter(|n| *n != n_heads) {
-            let rule = format!("must be num_attention_heads {n_heads}");
-            return Err(Error::config(path, "num_key_value_heads", n_kv_heads, rule));
-        }
-        let [nope, rotary] = [config.qk_nope_head_dim, config.qk_rope_head_dim];
-        if let Some(n) = raw.qk_head_dim.filter(|n| Some(*n) != nope.checked_add(rotary)) {
-            let rule = format!("must be qk_nope_head_dim {nope} plus qk_rope_head_dim {rotary}");
-            return Err(Error::config(path, "qk_head_dim", n, rule));
-        }
+        // Checked before the sizes, whose sum may overflow.
+        let head_dim = config.qk_nope_head_dim.saturating_add(config.qk_rope_head_dim);
+        json.check_only([
+            ("num_key_value_heads", json!(config.num_attention_heads)),
+            ("qk_head_dim", json!(head_dim)),
+        ])?;
         let (scores, methods): (_, &[&str]) = match config.scoring_func {
             Scores::Sigmoid => ("sigmoid", &[NOAUX]),
             _ => ("softmax", &[LIMITED, GREEDY]),

@@ -31,12 +31,10 @@ const LOCAL_THETA: f64 = 1e4;
 struct Raw {
     final_logit_softcapping: Option<f64>,
     use_bidirectional_attention: Option<String>,
-    vocab_size_per_layer_input: Option<usize>,
     #[serde(default = "default_inputs")]
     hidden_size_per_layer_input: Option<usize>,
     attention_k_eq_v: Option<bool>,
     num_kv_shared_layers: Option<usize>,
-    enable_moe_block: Option<bool>,
     use_double_wide_mlp: Option<bool>,
     global_head_dim: Option<usize>,
     num_global_key_value_heads: Option<usize>,
@@ -58,39 +56,16 @@ struct Override {
 }
 
 impl Raw {
-    fn check_supported(&self, path: &Path, vocab_size: usize) -> Result<()> {
-        let refuse = |what: &str, field: &str, value: &str| {
-            let why = format!("{} has {field} {value}", path.display());
-            Err(Error::unsupported(what, why))
-        };
-        if self.enable_moe_block == Some(true) {
-            return refuse("experts in Gemma 4", "enable_moe_block", "true");
-        }
-        if self.use_bidirectional_attention.as_deref() == Some("all") {
-            return refuse("attention to later tokens", "use_bidirectional_attention", "all");
-        }
-        match self.vocab_size_per_layer_input {
-            Some(n) if n != vocab_size && self.hidden_size_per_layer_input.unwrap_or(0) > 0 => {
-                let rule = format!("must be vocab_size {vocab_size}");
-                Err(Error::config(path, "vocab_size_per_layer_input", n, rule))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Returns channels and key heads of layers that see all tokens.
     fn global_heads(&self, path: &Path, shared: &SlidingConfig) -> Result<[usize; 2]> {
         let of_model = [shared.head_dim, shared.n_kv_heads];
         let Some(layers) = &self.per_layer_config else {
-            let kv_heads = self.num_global_key_value_heads;
-            let kv_heads = kv_heads.filter(|_| self.attention_k_eq_v == Some(true));
-            let head_dim = self.global_head_dim.unwrap_or(512);
-            return Ok([head_dim, kv_heads.unwrap_or(of_model[1])]);
+            let equal = self.attention_k_eq_v == Some(true);
+            let kv_heads = self.num_global_key_value_heads.filter(|_| equal).unwrap_or(of_model[1]);
+            return Ok([self.global_head_dim.unwrap_or(512), kv_heads]);
         };
         let n_layers = shared.n_layers;
-        let known = |name: &str| {
-            name.parse().is_ok_and(|layer: usize| layer < n_layers && layer.to_string() == name)
-        };
+        let known = |name: &str| (0..n_layers).any(|layer| layer.to_string() == name);
         if let Some(name) = layers.keys().find(|name| !known(name)) {
             let rule = format!("must be the number of a layer, from 0 to {}", n_layers - 1);
             return Err(Error::config(path, "key of per_layer_config", name, rule));
@@ -117,13 +92,11 @@ impl Raw {
                 return Err(Error::unsupported("per_layer_config", why));
             }
         }
-        match self.global_head_dim.filter(|n| *n != global[0] && !shared.full_layers.is_empty()) {
-            None => Ok(global),
-            Some(n) => {
-                let rule = format!("per_layer_config has head_dim {}; remove one", global[0]);
-                Err(Error::config(path, "global_head_dim", n, rule))
-            }
+        if let Some(n) = self.global_head_dim.filter(|n| *n != global[0]) {
+            let rule = format!("per_layer_config has head_dim {}; remove one", global[0]);
+            return Err(Error::config(path, "global_head_dim", n, rule));
         }
+        Ok(global)
     }
 }
 
@@ -131,8 +104,18 @@ impl Config {
     pub(super) fn from_json(json: &ConfigJson<'_>) -> Result<Self> {
         let (raw, path) = (json.parse::<Raw>()?, json.path);
         let mut shared = SlidingConfig::from_json(json, &DEFAULTS)?;
-        json.check_only([("hidden_activation", json!("gelu_pytorch_tanh"))])?;
-        raw.check_supported(path, shared.vocab_size)?;
+        json.check_only([
+            ("hidden_activation", json!("gelu_pytorch_tanh")),
+            ("enable_moe_block", json!(false)),
+        ])?;
+        if raw.use_bidirectional_attention.as_deref() == Some("all") {
+            let why = format!("{} has use_bidirectional_attention all", path.display());
+            return Err(Error::unsupported("attention to later tokens", why));
+        }
+        let per_layer_inputs = raw.hidden_size_per_layer_input.unwrap_or(0);
+        if per_layer_inputs > 0 {
+            json.check_only([("vocab_size_per_layer_input", json!(shared.vocab_size))])?;
+        }
         if !shared.full_layers.contains(&(shared.n_layers - 1)) {
             let rule = "must be full_attention; transformers changes it without an error";
             return Err(Error::config(path, "last of layer_types", "sliding_attention", rule));
@@ -155,7 +138,7 @@ impl Config {
             keys_are_values: raw.attention_k_eq_v.unwrap_or(false),
             shared_layers: raw.num_kv_shared_layers.unwrap_or(0),
             double_wide: raw.use_double_wide_mlp.unwrap_or(false),
-            per_layer_inputs: raw.hidden_size_per_layer_input.unwrap_or(0),
+            per_layer_inputs,
             logit_softcap: raw.final_logit_softcapping,
             shared,
         })

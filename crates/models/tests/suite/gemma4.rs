@@ -358,10 +358,7 @@ fn wrong_configurations_name_field_value_and_rule() {
             |c| c["layer_types"][5] = json!("sliding_attention"),
             &["last of layer_types = sliding_attention", "must be full_attention"],
         ),
-        (
-            |c| c["enable_moe_block"] = json!(true),
-            &["unsupported experts in Gemma 4", "enable_moe_block true"],
-        ),
+        (|c| c["enable_moe_block"] = json!(true), &["enable_moe_block = true", "must be false"]),
         (
             |c| c["per_layer_config"]["5"]["head_dim"] = json!(32),
             &["unsupported per_layer_config", "layer 5 head_dim 32", "must be alike"],
@@ -384,7 +381,7 @@ fn wrong_configurations_name_field_value_and_rule() {
         ),
         (
             |c| c["vocab_size_per_layer_input"] = json!(128),
-            &["vocab_size_per_layer_input = 128", "must be vocab_size 256"],
+            &["vocab_size_per_layer_input = 128", "must be 256"],
         ),
         (
             |c| c["rope_parameters"]["full_attention"]["partial_rotary_factor"] = json!(1.5),
