@@ -7,6 +7,7 @@ mod backends;
 mod cli;
 mod common;
 mod data;
+mod experts;
 mod failures;
 mod folders;
 mod hub;
