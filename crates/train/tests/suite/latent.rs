@@ -2,20 +2,17 @@
 //! and with adapters on packed ones.
 
 use burn::{
-    module::{Module, Param},
+    module::Param,
     tensor::{Distribution, Int, Tensor},
 };
 use kv_models::{
-    ConfigJson, LanguageModel, LoadOptions, QuantizeOptions,
+    ConfigJson, LanguageModel,
     deepseek_v3::{DeepseekV3, LatentAttention},
     ids_to_tensor,
     kv_cubecl::{Autodiff, Flex, KvCacheConfig},
-    kv_weights::{Activations, GroupSize, WeightFormat},
-    load_with,
     nn::{Matrix, init::seeded},
-    save_quantized,
 };
-use kv_train::{Adapter, Resume, Run, Texts, TrainConfig, Trainable, train};
+use kv_train::{Resume, Texts, TrainConfig};
 use serde_json::json;
 
 use crate::common::{VOCAB, World, config, qat};
@@ -90,18 +87,7 @@ fn all_weights_of_latent_attention_learn() {
 #[test]
 fn adapters_on_packed_weights_of_latent_attention_learn() {
     let world = Cpu::new();
-    let folder = world.path("int8");
-    let options = QuantizeOptions::new([Some(WeightFormat::Int8(GroupSize::G32)); 3]);
-    save_quantized(&folder, &model(&world).valid(), &world.tokenizer, options).unwrap();
-    let options = LoadOptions::default().with_packed(Some(Activations::Exact));
-    let read = load_with(&folder, &world.device, options).unwrap().model;
-    let adapter = Some(Adapter { rank: 4, alpha: 8.0 });
-    let trainable = Trainable::Attention;
-    let config = TrainConfig { adapter, trainable, qat: Some(qat(K4V4)), ..config() };
-    let run = Run::new(world.path("run"));
-    let trained = train(&world.device, read, &texts(&world), &config, run).unwrap();
-    let (first, last) = (trained.history.valid[0], trained.history.valid.last().unwrap());
-    assert!(last.nll < first.nll - 0.05, "{K4V4}: from {} to {}", first.nll, last.nll);
+    world.adapters_learn("run", model(&world), TrainConfig { qat: Some(qat(K4V4)), ..config() });
 }
 
 /// Selects a matrix of attention.

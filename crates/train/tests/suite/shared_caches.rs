@@ -1,19 +1,14 @@
 //! Training of a model whose last layers share the caches of earlier ones: with all weights, and
 //! with adapters on packed ones.
 
-use std::path::Path;
-
 use burn::module::Module;
 use kv_models::{
-    ConfigJson, LanguageModel, LoadOptions, QuantizeOptions,
+    ConfigJson, LanguageModel,
     gemma4::Gemma4,
     kv_cubecl::{Autodiff, Flex, KvCacheConfig},
-    kv_weights::{Activations, GroupSize, WeightFormat},
-    load_with,
     nn::init::seeded,
-    save_quantized,
 };
-use kv_train::{Adapter, Resume, Run, Texts, TrainConfig, Trainable, train};
+use kv_train::{Resume, Texts};
 use serde_json::json;
 
 use crate::common::{K2V2, VOCAB, World, quantized};
@@ -90,17 +85,5 @@ fn all_weights_of_a_model_with_shared_caches_learn() {
 #[test]
 fn adapters_on_packed_weights_of_a_model_with_shared_caches_learn() {
     let world = Cpu::new();
-    let folder = world.path("int8");
-    let options = QuantizeOptions::new([Some(WeightFormat::Int8(GroupSize::G32)); 3]);
-    save_quantized(&folder, &model(&world).valid(), &world.tokenizer, options).unwrap();
-    let read = |folder: &Path| {
-        let options = LoadOptions::default().with_packed(Some(Activations::Exact));
-        load_with(folder, &world.device, options).unwrap().model
-    };
-    let adapter = Some(Adapter { rank: 4, alpha: 8.0 });
-    let config = TrainConfig { adapter, trainable: Trainable::Attention, ..quantized() };
-    let run = Run::new(world.path("run"));
-    let trained = train(&world.device, read(&folder), &texts(&world), &config, run).unwrap();
-    let (first, last) = (trained.history.valid[0], trained.history.valid.last().unwrap());
-    assert!(last.nll < first.nll - 0.05, "{K2V2}: from {} to {}", first.nll, last.nll);
+    world.adapters_learn("run", model(&world), quantized());
 }

@@ -14,14 +14,17 @@ use burn::{
     tensor::{Device, Tensor},
 };
 use kv_models::{
-    LanguageModel, LayerSpec, SaveOptions, Tokenizer, WeightDtype,
+    LanguageModel, LayerSpec, LoadOptions, QuantizeOptions, SaveOptions, Tokenizer, WeightDtype,
     kv_cubecl::{Flex, KvCacheConfig, On, Target},
+    kv_weights::{Activations, GroupSize, WeightFormat},
     llama::{Config, Llama},
+    load_with,
     nn::{RopeScaling, init::seeded},
-    save,
+    save, save_quantized,
 };
 use kv_train::{
-    History, QatConfig, Result, Resume, Run, Schedule, Texts, TrainConfig, Trained,
+    Adapter, History, QatConfig, Result, Resume, Run, Schedule, Texts, TrainConfig, Trainable,
+    Trained,
     data::{Source, TokenFile},
     train,
 };
@@ -175,6 +178,23 @@ impl<T: Target> World<T> {
     ) -> Result<Trained> {
         let run = Run { resume, ..Run::new(self.path(name)) };
         train(&self.device, model, texts, config, run)
+    }
+
+    /// Trains adapters of attention on `model` in packed int8, in folders that start with `name`.
+    /// The loss must fall.
+    #[track_caller]
+    pub(crate) fn adapters_learn(&self, name: &str, model: LanguageModel, config: TrainConfig) {
+        let folder = self.path(&format!("{name}-int8"));
+        let options = QuantizeOptions::new([Some(WeightFormat::Int8(GroupSize::G32)); 3]);
+        save_quantized(&folder, &model.valid(), &self.tokenizer, options).unwrap();
+        let options = LoadOptions::default().with_packed(Some(Activations::Exact));
+        let read = load_with(&folder, &self.device, options).unwrap().model;
+        let adapter = Some(Adapter { rank: 4, alpha: 8.0 });
+        let config = TrainConfig { adapter, trainable: Trainable::Attention, ..config };
+        let texts = Texts { train: self.tokens("text.txt"), valid: None };
+        let trained = self.train_on(read, &texts, name, &config, Resume::No).unwrap();
+        let (first, last) = (trained.history.valid[0], trained.history.valid.last().unwrap());
+        assert!(last.nll < first.nll - 0.05, "{name}: from {} to {}", first.nll, last.nll);
     }
 
     /// Returns the losses of a run that must succeed.
