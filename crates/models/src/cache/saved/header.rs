@@ -160,9 +160,7 @@ impl Maker {
             )),
         }
     }
-}
 
-impl Maker {
     /// Compares the configuration with the model `asked` for; returns what
     /// [`other_sizes`](Self::other_sizes) does. A field that only one of them has is of another
     /// version of this crate.
