@@ -4,7 +4,7 @@ mod attend;
 mod shared;
 
 use kv_cubecl::{
-    AttentionOptions, CacheShape, KvCacheConfig, KvFormat, Sides,
+    AttentionOptions, CacheFloat, CacheShape, KvCacheConfig, KvFormat, Sides,
     delta::DeltaConfig,
     sparse::{Compression, IndexConfig, RowFormat, SparseConfig},
 };
@@ -195,11 +195,16 @@ impl LayerSpec {
         self.delta.is_none() && self.shared.is_none()
     }
 
-    /// Returns the state of a recurrent layer for the capacity of `config`; `None` for a layer with
-    /// a cache. The state is f32 whatever the cache: a state that is rounded after each call would
-    /// depend on how a text is divided into calls.
+    /// Returns the state of a recurrent layer for the capacity and the float type of `config`;
+    /// `None` for a layer with a cache. A state in f16 could overflow, so f16 means f32 here. A
+    /// state in bf16 is rounded after each call, so it depends slightly on how a text is divided
+    /// into calls.
     pub fn delta_config(&self, config: &KvCacheConfig) -> Option<DeltaConfig> {
-        Some(self.delta?.with_capacity(config.capacity))
+        let float = match config.float {
+            CacheFloat::Bf16 => CacheFloat::Bf16,
+            _ => CacheFloat::F32,
+        };
+        Some(self.delta?.with_capacity(config.capacity).with_float(float))
     }
 
     /// Returns what a layer of sparse attention keeps, for the capacity, the sliding window and the

@@ -120,7 +120,7 @@ fn unused_arrays_take_no_memory() {
     // repeat it.
     for (key, parts) in [
         ("general.alignment", ["general.alignment = an array of", "multiple of 8"]),
-        ("general.architecture", ["general.architecture", "needs it"]),
+        ("general.architecture", ["general.architecture = an array of", "must be a string"]),
         ("llama.block_count", ["llama.block_count = an array of", "unsigned integer"]),
     ] {
         // A later value replaces an earlier one, and the name is not padded, so the small file's

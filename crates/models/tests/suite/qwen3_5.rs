@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 
 use burn::tensor::Tensor;
 use kv_models::{
-    LoadOptions, ModelCacheConfig, ModelSpec, SaveOptions, ids_to_tensor,
+    LoadOptions, ModelCache, ModelCacheConfig, ModelSpec, SaveOptions, SavedCache, ids_to_tensor,
     kv_cubecl::{CacheFloat, KvCacheConfig},
     load, outline, save,
 };
@@ -119,14 +119,20 @@ fn policies_are_for_layers_with_a_cache() {
     let error = only_recurrent.validate(&model).unwrap_err();
     assert_contains(&error.to_string(), &["rules[1]", "0..3", "recurrent", "state"]);
     policy("[[rules]]\nlayers = \"2..4\"\ncache = \"k4v4-g16\"").validate(&model).unwrap();
-    // A cache changes nothing of a recurrent layer.
-    for name in ["k4v4-g16-r32", "k4v4-g16-r32-bf16"] {
-        let config: KvCacheConfig = name.parse().unwrap();
-        let cache = model.new_cache(config.with_capacity(64), 2, &device).unwrap();
+    // Only the type bf16 applies to a recurrent layer, too.
+    for (name, float) in [
+        ("k4v4-g16-r32", CacheFloat::F32),
+        ("k4v4-g16-r32-f16", CacheFloat::F32),
+        ("k4v4-g16-r32-bf16", CacheFloat::Bf16),
+    ] {
+        let config = name.parse::<KvCacheConfig>().unwrap().with_capacity(64);
+        let cache = model.new_cache(config, 2, &device).unwrap();
         let state = cache.layers()[0].delta().unwrap();
-        assert_eq!(state.config().float, CacheFloat::F32);
-        // 4 heads of 16 x 16, and the inputs of 3 tokens in 128 channels.
-        assert_eq!(state.memory_bytes(), 2 * (4 * 16 * 16 + 3 * 128) * 4);
+        assert_eq!(state.config().float, float);
+        // 4 heads of 16 x 16, and the inputs of 3 tokens in 128 channels, which are f32.
+        assert_eq!(state.memory_bytes(), 2 * (4 * 16 * 16 * float.size() + 3 * 128 * 4));
+        let planned = model.spec().layers[0].cache_bytes(&config, 2).unwrap();
+        assert_eq!(planned.floats, state.memory_bytes());
         assert!(cache.layers()[3].kv().is_some());
     }
     // A cache for all layers fits a model without any layer that has one.
@@ -162,6 +168,40 @@ fn gguf_files_have_value_heads_in_another_order() {
     let error = save(&saved, &loaded.model, &words(), SaveOptions::default()).unwrap_err();
     assert_contains(&error.to_string(), &["value heads", "GGUF", "Hugging Face folder"]);
     assert!(!saved.exists());
+}
+
+/// A state in bf16 is close to one in f32, and a saved cache contains all of it.
+#[test]
+fn states_in_bf16_are_used_and_saved() {
+    let device = device();
+    let model = load(tiny(NAME), &device).unwrap().model;
+    let tokens: Vec<u32> = (3..23).collect();
+    let cache = |float: CacheFloat| KvCacheConfig::float().with_float(float).with_capacity(64);
+    let step = |cache: &mut ModelCache, token| {
+        model.step(ids_to_tensor(&[token], [1, 1], &device), cache).unwrap()
+    };
+    let filled = |float| {
+        let mut filled = model.new_cache(cache(float), 1, &device).unwrap();
+        for &token in &tokens {
+            step(&mut filled, token);
+        }
+        filled
+    };
+    let exact = step(&mut filled(CacheFloat::F32), 23);
+    let mut in_bf16 = filled(CacheFloat::Bf16);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("saved");
+    in_bf16.save(&path, &model, NAME, &[&tokens]).unwrap();
+    let rounded = step(&mut in_bf16, 23);
+    // Each step rounds the state by up to 2^-9, and decay lets older errors fade.
+    let largest = exact.clone().abs().max().into_scalar::<f32>();
+    let worst = max_difference(exact, rounded.clone());
+    assert!(worst > 0.0 && worst < 2e-2 * largest, "{worst} of {largest}");
+    let saved = SavedCache::open(&path).unwrap();
+    let mut restored = saved.restore(&model, cache(CacheFloat::Bf16), &device).unwrap();
+    assert_eq!(step(&mut restored, 23).into_data(), rounded.into_data());
+    let error = saved.restore(&model, cache(CacheFloat::F32), &device).unwrap_err();
+    assert_contains(&error.to_string(), &["layers.0.state", "bf16", "f32"]);
 }
 
 /// A state contains no earlier one, so a sequence is cut back only to the whole or to nothing.
