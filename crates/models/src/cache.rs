@@ -1,6 +1,7 @@
 //! The KV caches of all layers of a model.
 
 mod layer;
+mod prefix;
 mod prompt;
 mod saved;
 mod slots;
@@ -13,6 +14,7 @@ use kv_cubecl::{MemoryBytes, RopeTable};
 pub(crate) use self::layer::{LayerConfig, LayerPlan};
 pub use self::{
     layer::LayerCache,
+    prefix::{PrefixCache, PrefixStats},
     prompt::{Checkpoints, PromptCache},
     saved::{SavedAs, SavedCache},
 };
@@ -215,8 +217,13 @@ impl ModelCache {
             let rule = format!("the cache was made for batch {}", self.batch);
             return Err(Error::argument("batch", batch, rule));
         }
-        check_context(self.len(), added, "max_positions", self.max_positions)?;
-        check_context(self.len(), added, "capacity", self.capacity)
+        self.check_after(self.len(), added)
+    }
+
+    /// Checks that `added` tokens fit into a sequence of `cached` tokens.
+    pub(crate) fn check_after(&self, cached: usize, added: usize) -> Result<()> {
+        check_context(cached, added, "max_positions", self.max_positions)?;
+        check_context(cached, added, "capacity", self.capacity)
     }
 }
 

@@ -41,6 +41,9 @@ pub struct ChatTemplate {
 
 const NAME: &str = "chat_template";
 
+/// The most instructions of a rendering, about a second. Long conversations take a hundredth.
+const FUEL: u64 = 20_000_000;
+
 impl ChatTemplate {
     /// Returns the template of a tokenizer; `None` if it has none.
     ///
@@ -58,6 +61,7 @@ impl ChatTemplate {
     /// Fails with [`Error::ChatTemplate`] for an invalid template.
     pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
         let mut syntax = SyntaxConfig::builder();
         environment
             .set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?);
@@ -78,13 +82,31 @@ impl ChatTemplate {
     /// Fails with [`Error::ChatTemplate`] when the template rejects the conversation, for example
     /// because of a role that it does not know.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
+        self.render_values(Value::from(Serde(messages)), Value::from(()))
+    }
+
+    /// Renders a conversation of messages with any fields, such as `tool_calls`, and `tools` that
+    /// the model may call. Otherwise does the same as [`render`](Self::render).
+    ///
+    /// # Errors
+    /// Fails as [`render`](Self::render) does.
+    pub fn render_json(
+        &self,
+        messages: &[serde_json::Value],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<String> {
+        let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
+        self.render_values(Value::from(Serde(messages)), tools)
+    }
+
+    fn render_values(&self, messages: Value, tools: Value) -> Result<String> {
         let Self { environment, bos_token, eos_token } = self;
         let template = environment.get_template(NAME).map_err(failed)?;
         let context = context! {
-            messages => Value::from(Serde(messages)),
+            messages => messages,
             bos_token => defined(bos_token),
             eos_token => defined(eos_token),
-            tools => Value::from(()),
+            tools => tools,
             add_generation_prompt => true,
         };
         template.render(context).map_err(failed)

@@ -35,6 +35,7 @@ pub mod checkpoint;
 mod decoder;
 pub mod deepseek_v3;
 pub mod deepseek_v4;
+mod device_use;
 mod dtype;
 mod erased;
 mod error;
@@ -72,18 +73,20 @@ mod stack;
 pub mod tokenizer;
 
 pub use cache::{
-    Checkpoints, LayerCache, ModelCache, ModelCacheBytes, PromptCache, SavedAs, SavedCache,
+    Checkpoints, LayerCache, ModelCache, ModelCacheBytes, PrefixCache, PrefixStats, PromptCache,
+    SavedAs, SavedCache,
 };
 pub use cache_config::{KV_CACHE_FILE, LayerRule, Layers, ModelCacheConfig, Stores};
 pub use chat::ChatTemplate;
 pub use decoder::{Decoder, Role, Roles};
+pub use device_use::DeviceUse;
 pub use dtype::WeightDtype;
 pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family, JsonFields};
 pub use footprint::{CacheBytes, MemoryLimit, Usage, most_that_fits};
 pub use generate::{
-    Batch, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling, Steps,
-    generate, ids_to_tensor,
+    Batch, BatchText, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling,
+    Steps, generate, ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use kv_sampling;

@@ -13,7 +13,7 @@ use kv_cubecl::{
     sparse::{SparseCache, SparseConfig},
 };
 
-pub(super) use self::part::{Part, PartName};
+pub(super) use self::part::{Growth, Part, PartName};
 pub(crate) use self::plan::{LayerConfig, LayerPlan};
 use crate::{
     error::{Error, Result},

@@ -3,7 +3,7 @@
 use burn::tensor::{Device, Tensor, TensorData};
 use tracing::trace_span;
 
-use super::{LayerCache, ModelCache, check_context};
+use super::{LayerCache, ModelCache};
 use crate::{
     error::{Error, Result},
     generate::{GenerateOptions, Generated, decode, finish, ids_to_tensor, last_logits},
@@ -100,9 +100,7 @@ impl PromptCache {
         let pairs = self.tokens.iter().zip(prompt);
         let common = pairs.take_while(|(held, asked)| held == asked).count();
         let shared = common.min(prompt.len().saturating_sub(1));
-        let (cache, added) = (&self.cache, prompt.len() - shared);
-        check_context(shared, added, "max_positions", cache.max_positions)?;
-        check_context(shared, added, "capacity", cache.capacity)?;
+        self.cache.check_after(shared, prompt.len() - shared)?;
         self.cut_back(shared)
     }
 
@@ -266,13 +264,13 @@ pub(super) struct Checkpoint {
 }
 
 impl Checkpoint {
-    fn of(cache: &ModelCache) -> Result<Self> {
+    pub(super) fn of(cache: &ModelCache) -> Result<Self> {
         let layers = cache.layers.iter().map(LayerCache::checkpoint).collect::<Result<_>>()?;
         Ok(Self { len: cache.len(), layers })
     }
 
     /// Cuts a longer cache back to this checkpoint.
-    fn restore(&self, cache: &mut ModelCache) -> Result<()> {
+    pub(super) fn restore(&self, cache: &mut ModelCache) -> Result<()> {
         let layers = cache.layers.iter().zip(&self.layers);
         let layers = layers.map(|(layer, kept)| layer.at_checkpoint(self.len, kept));
         cache.layers = layers.collect::<Result<_>>()?;

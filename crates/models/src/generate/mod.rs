@@ -17,8 +17,9 @@ use std::{
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 pub use ahead::CompileAhead;
-pub use batch::{Batch, BatchTotals, Event};
+pub use batch::{Batch, BatchText, BatchTotals, Event};
 pub use graph::DecodeGraph;
+pub use picker::Pick;
 pub use sampler::{Sampler, Sampling};
 pub use steps::Steps;
 pub use stops::StopStrings;
@@ -125,6 +126,8 @@ pub struct Generated {
     pub stop: Stop,
     /// Prompt tokens.
     pub prefill_tokens: usize,
+    /// The prompt tokens that were not computed, because a [`Batch`] had stored their prefix.
+    pub prefix_tokens: usize,
     /// Time to the logits of the first token.
     pub prefill_time: Duration,
     /// Time from the start of the prefill to the first token; zero if there is none.
@@ -143,6 +146,7 @@ impl Generated {
             ids: vec![],
             stop,
             prefill_tokens: 0,
+            prefix_tokens: 0,
             prefill_time: zero,
             first_token_time: zero,
             decode_tokens: 0,

@@ -1,5 +1,7 @@
 //! Picks the next tokens on the host or on a GPU.
 
+use std::fmt;
+
 use burn::tensor::{Device, Tensor, Transaction};
 use kv_sampling::{Cursor, Draw};
 use tracing::trace_span;
@@ -10,11 +12,42 @@ use crate::{
     spans::OPERATION,
 };
 
+/// Picks the next token of one text on the host. [`Sampler`] is one; others can add a grammar, or
+/// keep the probabilities of tokens.
+pub trait Pick: fmt::Debug + Send {
+    /// Picks one of `logits.len()` ids; `text` are the ids so far.
+    ///
+    /// # Errors
+    /// An error ends the text, and no other one.
+    fn pick(&mut self, logits: &[f32], text: &[u32]) -> Result<u32>;
+
+    /// Returns whether [`score`](Self::score) is called for the prompt. All positions of a prompt
+    /// are then computed, even if the cache of its prefix is stored.
+    fn scores_prompt(&self) -> bool {
+        false
+    }
+
+    /// Receives the logits after prompt token `position`.
+    ///
+    /// # Errors
+    /// An error ends the text, and no other one.
+    fn score(&mut self, position: usize, logits: &[f32], prompt: &[u32]) -> Result<()> {
+        let _ = (position, logits, prompt);
+        Ok(())
+    }
+}
+
+impl Pick for Sampler {
+    fn pick(&mut self, logits: &[f32], text: &[u32]) -> Result<u32> {
+        self.sample(logits, text)
+    }
+}
+
 /// Picks the tokens of one text.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) enum Picker {
     /// Picks from logits that the host reads.
-    Host(Box<Sampler>),
+    Host(Box<dyn Pick>),
     /// Picks on a GPU; the host reads only the token.
     Device(Draw),
 }
@@ -61,22 +94,23 @@ impl Picker {
     /// Fails for logits that are NaN, and on a GPU for any that are not finite.
     pub(super) fn pick(&mut self, logits: Tensor<2>, text: &[u32]) -> Result<u32> {
         let picked = pick_each(logits, vec![Some(Waiting { picker: self, text })])?;
-        picked.into_iter().flatten().next().ok_or_else(|| none_picked(0))
+        picked.into_iter().flatten().next().unwrap_or_else(|| Err(none_picked(0)))
     }
 }
 
 /// Picks a token for every text from its row of `logits`, `[texts, vocab]`, and reads all at once.
 ///
 /// # Errors
-/// Fails as [`Picker::pick`] does for any of the texts.
+/// Fails for logits that cannot be read, and on a GPU for any that are not finite. Errors of a text
+/// that the host picks are in its place.
 pub(super) fn pick_each(
     logits: Tensor<2>,
     texts: Vec<Option<Waiting<'_>>>,
-) -> Result<Vec<Option<u32>>> {
+) -> Result<Vec<Option<Result<u32>>>> {
     let vocab = logits.dims()[1];
     let device = logits.device();
     let mut rows = None;
-    let mut picked = vec![None; texts.len()];
+    let mut picked: Vec<_> = texts.iter().map(|_| None).collect();
     let mut cursors = vec![];
     for (i, waiting) in texts.into_iter().enumerate() {
         let Some(Waiting { picker, text }) = waiting else { continue };
@@ -86,7 +120,7 @@ pub(super) fn pick_each(
                     rows = Some(read(logits.clone())?);
                 }
                 let row = rows.iter().flat_map(|rows| rows.chunks_exact(vocab)).nth(i);
-                picked[i] = Some(sampler.sample(row.unwrap_or(&[]), text)?);
+                picked[i] = Some(sampler.pick(row.unwrap_or(&[]), text));
             }
             Picker::Device(draw) => {
                 // The random stream depends on the position of the last token, as in a captured
@@ -100,7 +134,7 @@ pub(super) fn pick_each(
     }
     let (indices, mut cursors): (Vec<_>, Vec<_>) = cursors.into_iter().unzip();
     for (i, id) in indices.into_iter().zip(read_ids(&mut cursors)?) {
-        picked[i] = Some(id);
+        picked[i] = Some(Ok(id));
     }
     Ok(picked)
 }

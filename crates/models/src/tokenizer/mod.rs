@@ -1,5 +1,6 @@
 //! Converts text to token ids and back.
 
+mod bytes;
 mod cuts;
 mod gguf;
 mod pieces;
@@ -173,7 +174,7 @@ impl Tokenizer {
     }
 
     /// Returns the spellings of the tokens that templates call `bos_token` and `eos_token`.
-    pub(crate) fn template_tokens(&self) -> (Option<String>, Option<String>) {
+    pub fn template_tokens(&self) -> (Option<String>, Option<String>) {
         let Settings { bos, ref eos_token, .. } = self.settings;
         let first = || self.eos.first().and_then(|&id| self.id_to_token(id));
         (bos.and_then(|id| self.id_to_token(id)), eos_token.clone().or_else(first))
@@ -187,6 +188,13 @@ impl Tokenizer {
     /// Returns the ids that end a text; may be empty.
     pub fn eos(&self) -> &BTreeSet<u32> {
         &self.eos
+    }
+
+    /// Returns the id of the token that the files call `eos_token`; without one, the smallest of
+    /// [`eos`](Self::eos).
+    pub fn eos_token(&self) -> Option<u32> {
+        let named = self.settings.eos_token.as_deref().and_then(|token| self.token_to_id(token));
+        named.or_else(|| self.eos.first().copied())
     }
 
     /// Returns one more than the largest id.

@@ -15,7 +15,7 @@ use crate::common::{
 
 /// Returns caches with every format for keys and for values, flushes before and after attention, by
 /// groups and by blocks, sinks, and sliding windows.
-fn caches() -> Vec<String> {
+pub(crate) fn caches() -> Vec<String> {
     let named = |format: &KvFormat| match (format, format.is_grouped()) {
         // 16 codes of 3 bits do not fill whole words.
         (KvFormat::Affine3, _) => (format.to_string(), "-g32-r32"),

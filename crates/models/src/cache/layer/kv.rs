@@ -4,11 +4,11 @@ use std::{iter, ops::Range};
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_cubecl::{
-    CacheParts, CacheShape, KvCache, KvCacheConfig, Sides,
+    CacheParts, CacheShape, KvCache, KvCacheConfig, Side, Sides,
     layout::{CacheLayout, Schedule},
 };
 
-use super::part::{Part, PartName, readable};
+use super::part::{Growth, Part, PartName, readable};
 use crate::error::{Error, Result};
 
 /// The tensors of a [`KvCache`].
@@ -165,4 +165,39 @@ pub(super) fn at_checkpoint(cache: &KvCache, len: usize, kept: &[TensorData]) ->
     parts.floats = rows.reshape(float_shape);
     let short = KvCache::from_parts(&config.with_capacity(len), shape, parts)?;
     Ok(short.with_options(cache.options())?.resized(config.capacity)?)
+}
+
+/// Returns what a longer cache does with each tensor of a cache of as many tokens as its capacity.
+pub(super) fn growth(config: &KvCacheConfig, shape: CacheShape) -> Result<Vec<Growth>> {
+    let layout = CacheLayout::new(config, shape)?;
+    let schedule = layout.schedule();
+    if schedule.sliding_window.is_some() {
+        return Ok(parts(config, shape)?.iter().map(Growth::none).collect());
+    }
+    let [mut keys, mut values, mut floats] = <[Growth; 3]>::default();
+    let len = config.capacity;
+    let first_float = schedule.first_float(len);
+    for slice in 0..layout.slices() {
+        for &side in layout.stored_sides() {
+            let place = layout.sides()[side];
+            let words = match side {
+                Side::Keys => &mut keys,
+                Side::Values => &mut values,
+            };
+            if let Some(packed) = place.packed() {
+                words.add_packed(&packed, packed.tokens, slice * place.slice_words());
+            }
+            let start = slice * layout.float_elements();
+            let row = |row: usize| start + place.first_element + row * place.head_dim;
+            // Sinks stay; a side that is never quantized stays as a whole.
+            let staying = if place.spec.is_some() { place.sinks } else { place.rows() };
+            floats.appended.push(row(0)..row(staying));
+            if place.spec.is_some() {
+                for token in first_float[side]..len {
+                    floats.lose(row(place.row(token))..row(place.row(token) + 1));
+                }
+            }
+        }
+    }
+    Ok(vec![keys, values, floats])
 }

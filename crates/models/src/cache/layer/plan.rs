@@ -1,5 +1,7 @@
 //! The cache of a layer before it is allocated: its configuration, and what is saved of it.
 
+use std::fmt::Debug;
+
 use burn::tensor::{Device, TensorData};
 use kv_cubecl::{
     AttentionOptions, CacheShape, KvCache, KvCacheConfig, MemoryBytes,
@@ -11,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
 use super::{
     LayerCache, delta, kv,
-    part::{Part, PartName},
+    part::{Growth, Part, PartName},
     sparse,
 };
 use crate::{error::Result, spec::LayerSpec};
@@ -154,6 +156,32 @@ impl LayerPlan {
         Self { config: self.config.with_capacity(capacity), ..self }
     }
 
+    #[must_use]
+    pub(in crate::cache) fn with_batch(self, batch: usize) -> Self {
+        let mut shape = self.shape;
+        shape.batch = batch;
+        Self { shape, ..self }
+    }
+
+    /// Returns the first field in which `other` differs, and both values. The capacity may differ.
+    pub(in crate::cache) fn difference(
+        &self,
+        other: &Self,
+    ) -> Option<(&'static str, String, String)> {
+        let differs = |field, here: &dyn Debug, there: &dyn Debug| {
+            let (here, there) = (format!("{here:?}"), format!("{there:?}"));
+            (here != there).then_some((field, here, there))
+        };
+        let (ours, theirs) = (self.shape.to_string(), other.shape.to_string());
+        let shapes = || (ours != theirs).then_some(("shape", ours, theirs));
+        let (ours, theirs) = (&self.options, &other.options);
+        self.config
+            .difference(&other.config)
+            .or_else(shapes)
+            .or_else(|| differs("scale", &ours.scale, &theirs.scale))
+            .or_else(|| differs("softcap", &ours.softcap, &theirs.softcap))
+    }
+
     /// Returns the bytes that the cache allocates, as [`LayerCache::memory_bytes`] does.
     pub(crate) fn memory_bytes(&self) -> Result<MemoryBytes> {
         match &self.config {
@@ -211,6 +239,16 @@ impl LayerPlan {
             LayerConfig::Kv(config) => kv::kept(config, self.shape),
             LayerConfig::Sparse(config) => sparse::parts(config, self.shape.batch, |recent| recent),
             LayerConfig::Delta(config) => delta::parts(config, self.shape.batch),
+        }
+    }
+
+    /// Returns what a longer cache does with each of the [`parts`](Self::parts) of a cache of as
+    /// many tokens as the capacity.
+    pub(in crate::cache) fn growth(&self) -> Result<Vec<Growth>> {
+        match &self.config {
+            LayerConfig::Kv(config) => kv::growth(config, self.shape),
+            LayerConfig::Sparse(config) => sparse::growth(config, self.shape.batch),
+            LayerConfig::Delta(_) => Ok(self.parts()?.iter().map(Growth::none).collect()),
         }
     }
 

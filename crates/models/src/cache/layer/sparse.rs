@@ -4,11 +4,12 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use kv_cubecl::{
     MemoryBytes,
     sparse::{
-        RowFormat, RowLayout, SparseBytes, SparseCache, SparseConfig, SparsePart, SparseTensor,
+        RowFormat, RowLayout, SparseBytes, SparseCache, SparseConfig, SparsePart, SparsePartLayout,
+        SparseTensor,
     },
 };
 
-use super::part::{Part, PartName, readable};
+use super::part::{Growth, Part, PartName, readable};
 use crate::error::{Error, Result};
 
 pub(super) fn memory_bytes(bytes: SparseBytes) -> MemoryBytes {
@@ -36,6 +37,44 @@ pub(super) fn parts(
 ) -> Result<Vec<Part>> {
     let parts = config.parts(batch)?.into_iter().filter(|part| keeps(part.recent));
     Ok(parts.map(|part| Part { name: part.name, dtype: part.dtype, shape: part.shape }).collect())
+}
+
+/// Returns what a longer cache does with each tensor of a cache of as many tokens as its capacity:
+/// it appends to entries and keys, and overwrites recent tokens and the projections of open
+/// windows.
+pub(super) fn growth(config: &SparseConfig, batch: usize) -> Result<Vec<Growth>> {
+    let stored = config.entry_capacity();
+    let entries = (config.head_dim, config.entries);
+    let keys = config.index.map(|index| (index.head_dim, index.keys));
+    // Each store lists its codes first, then its floats. Either may be absent.
+    let stores = [Some(entries), keys].into_iter().flatten().flat_map(|(width, format)| {
+        let layout = RowLayout { batch, slots: stored.max(1), width, format };
+        let codes = layout.packed().map(|_| (layout, DType::U32));
+        let floats = (layout.floats() > 0).then_some((layout, format.float.dtype()));
+        codes.into_iter().chain(floats)
+    });
+    let mut stores = stores.collect::<Vec<_>>().into_iter();
+    let growth = |part: SparsePartLayout| {
+        let all = Part { name: part.name, dtype: part.dtype, shape: part.shape };
+        let store = if part.recent { None } else { stores.next() };
+        let Some((layout, dtype)) = store.filter(|(_, dtype)| *dtype == all.dtype) else {
+            return Growth::none(&all);
+        };
+        let mut growth = Growth::default();
+        for sequence in 0..batch {
+            match layout.packed().filter(|_| dtype == DType::U32) {
+                Some(packed) => {
+                    growth.add_packed(&packed, stored, sequence * layout.sequence_words());
+                }
+                None => {
+                    let row = |row: usize| (sequence * layout.slots + row) * layout.floats();
+                    growth.appended.push(row(0)..row(stored));
+                }
+            }
+        }
+        growth
+    };
+    Ok(config.parts(batch)?.into_iter().map(growth).collect())
 }
 
 pub(super) fn names(config: &SparseConfig, keeps: impl Fn(bool) -> bool) -> Result<Vec<PartName>> {

@@ -53,6 +53,9 @@ pub(super) struct Header {
     /// Tokens at each checkpoint, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) checkpoints: Vec<usize>,
+    /// The salt of a prompt that a prefix cache saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) salt: Option<String>,
 }
 
 /// The model that filled the cache.

@@ -16,6 +16,7 @@
 
 mod fingerprint;
 mod header;
+mod prefix;
 mod write;
 
 use std::{
@@ -29,7 +30,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use self::header::{Header, Layer, Maker, RopeMark, VERSION};
 use super::{
-    ModelCache,
+    LayerCache, ModelCache,
     layer::{LayerPlan, Part, PartName},
     prompt::{Checkpoint, Checkpoints, PromptCache},
 };
@@ -159,9 +160,25 @@ impl SavedCache {
     ) -> Result<ModelCache> {
         let (config, spec) = (config.into(), model.spec());
         config.validate(model)?;
-        self.check(model, &config)?;
         let device = device.clone().without_autodiff();
-        let tensors = self.tensors()?;
+        let layers = self.layers(model, &Maker::new(model, "")?, &config, &device)?;
+        let owners = layers.into_iter().zip(spec.owners());
+        let layers = owners.map(|(layer, (i, _))| layer.resized(config.layer(spec, i).capacity));
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
+    }
+
+    /// Restores the layers that own a cache, with a capacity of the saved tokens. `maker` describes
+    /// `model`, and `config` is valid for it.
+    fn layers(
+        &self,
+        model: &LanguageModel,
+        maker: &Maker,
+        config: &ModelCacheConfig,
+        device: &Device,
+    ) -> Result<Vec<LayerCache>> {
+        self.check(model, maker, config)?;
+        let (spec, tensors) = (model.spec(), self.tensors()?);
         let n = self.longest().max(1);
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (n_th, (i, layer)) in spec.owners().enumerate() {
@@ -178,10 +195,9 @@ impl SavedCache {
                 }
                 data.push(read);
             }
-            let cache = plan.restore(self.header.lens.clone(), data, &device).map_err(wrong)?;
-            layers.push(cache.resized(own.capacity)?);
+            layers.push(plan.restore(self.header.lens.clone(), data, device).map_err(wrong)?);
         }
-        Ok(ModelCache::of_layers(layers, &config, spec, self.tokens.len(), &device))
+        Ok(layers)
     }
 
     /// Restores a cache of one sequence with its tokens and checkpoints. Later prompts reuse the
@@ -201,11 +217,17 @@ impl SavedCache {
             return Err(Error::config(&self.path, "sequences", self.tokens.len(), rule));
         };
         let cache = self.restore(model, config, device)?;
+        let checkpoints = self.checkpoints(cache.layers())?;
+        Ok(PromptCache::of_saved(cache, tokens.clone(), checkpoints, taken))
+    }
+
+    /// Reads the checkpoints of these restored layers.
+    fn checkpoints(&self, cache: &[LayerCache]) -> Result<Vec<Checkpoint>> {
         let tensors = self.tensors()?;
         let mut checkpoints = vec![];
         for (i, &len) in self.header.checkpoints.iter().enumerate() {
             let mut layers = vec![];
-            for (n, layer) in cache.layers().iter().enumerate() {
+            for (n, layer) in cache.iter().enumerate() {
                 let kept = layer.plan().with_capacity(len).kept()?;
                 let read =
                     |part: &Part| self.part(&tensors, &checkpoint_name(i, n, part.name), part, "");
@@ -213,18 +235,18 @@ impl SavedCache {
             }
             checkpoints.push(Checkpoint { len, layers });
         }
-        Ok(PromptCache::of_saved(cache, tokens.clone(), checkpoints, taken))
+        Ok(checkpoints)
     }
 
-    /// Checks that the cache was filled by `model` and has the formats of `config`.
-    fn check(&self, model: &LanguageModel, config: &ModelCacheConfig) -> Result<()> {
+    /// Checks that the cache was filled by `model`, which `own` describes, and has the formats of
+    /// `config`.
+    fn check(&self, model: &LanguageModel, own: &Maker, config: &ModelCacheConfig) -> Result<()> {
         let wrong = |field: String, saved: String, rule: String| {
             Err(Error::config(&self.path, field, saved, rule))
         };
         let (spec, capacity) = (model.spec(), config.capacity);
         let Header { model: maker, layers, ropes, .. } = &self.header;
-        let own = Maker::new(model, "")?;
-        if let Some((field, saved, rule)) = maker.other_sizes(&own) {
+        if let Some((field, saved, rule)) = maker.other_sizes(own) {
             return wrong(field.into(), saved, rule);
         }
         let asked = Layer::all(spec, config, self.longest().max(1));
@@ -243,7 +265,7 @@ impl SavedCache {
             }
         }
         // This comes after the caches, because a Hadamard transform may be folded into the weights.
-        if let Some((field, saved, rule)) = maker.other_weights(&own) {
+        if let Some((field, saved, rule)) = maker.other_weights(own) {
             return wrong(field.into(), saved, rule);
         }
         let longest = self.longest();
@@ -266,7 +288,7 @@ impl SavedCache {
             );
             return wrong(format!("ropes.{i}"), describe(ropes.get(i)), rule);
         }
-        match maker.other_config(&own) {
+        match maker.other_config(own) {
             Some((field, saved, rule)) => wrong(field, saved, rule),
             None => Ok(()),
         }

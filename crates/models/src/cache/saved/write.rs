@@ -39,15 +39,15 @@ impl ModelCache {
         tokens: &[impl AsRef<[u32]>],
     ) -> Result<()> {
         let named = SavedAs { model: name, ..SavedAs::default() };
-        self.write(path.as_ref(), model, &named, tokens, &[])
+        let header = self.header(model, Maker::new(model, name)?, &named, &[])?;
+        self.write(path.as_ref(), &header, tokens, &[])
     }
 
-    /// Runs [`save`](Self::save) with names, a conversation and checkpoints.
-    fn write(
+    /// Writes a file with this header, tokens and checkpoints.
+    pub(super) fn write(
         &self,
         path: &Path,
-        model: &LanguageModel,
-        named: &SavedAs<'_>,
+        header: &Header,
         tokens: &[impl AsRef<[u32]>],
         checkpoints: &[Checkpoint],
     ) -> Result<()> {
@@ -56,7 +56,8 @@ impl ModelCache {
             let rule = format!("the sequences of the cache hold {:?}", self.lens());
             return Err(Error::argument("tokens", format!("{given:?}"), rule));
         }
-        let header = self.header(model, named, checkpoints)?;
+        // Serialization cannot fail, because all map keys are strings.
+        let header = serde_json::to_string(header).unwrap_or_default();
         let tokens: Vec<u32> = tokens.iter().flat_map(|tokens| tokens.as_ref()).copied().collect();
         let mut listed = self.listed(tokens.len())?;
         let n_whole = listed.len();
@@ -89,13 +90,14 @@ impl ModelCache {
         file.finish(&target, path)
     }
 
-    /// Returns the metadata of the file as JSON.
-    fn header(
+    /// Returns the metadata of the file. `maker` describes `model`.
+    pub(super) fn header(
         &self,
         model: &LanguageModel,
+        maker: Maker,
         &SavedAs { model: name, cache, talk }: &SavedAs<'_>,
         checkpoints: &[Checkpoint],
-    ) -> Result<String> {
+    ) -> Result<Header> {
         let (spec, batch) = (model.spec(), self.batch());
         let owners: Vec<_> = spec.owners().map(|(_, layer)| layer).collect();
         let n_layers = (self.layers.len(), owners.len());
@@ -107,18 +109,17 @@ impl ModelCache {
         let n = self.len().max(1);
         let caches = self.layers.iter().map(|layer| layer.plan().config.with_capacity(n));
         let layers = owners.into_iter().zip(caches);
-        let header = Header {
+        Ok(Header {
             version: VERSION,
-            model: Maker::new(model, name)?,
+            model: maker,
             layers: layers.map(|(layer, cache)| Layer::new(layer, cache)).collect(),
             ropes: RopeMark::all(spec, self.room()),
             lens: self.lens().to_vec(),
             cache: cache.map(Into::into),
             talk: talk.to_vec(),
             checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
-        };
-        // Serialization cannot fail, because all map keys are strings.
-        Ok(serde_json::to_string(&header).unwrap_or_default())
+            salt: None,
+        })
     }
 
     /// Lists the tensors of layers and tokens.
@@ -151,7 +152,9 @@ impl PromptCache {
     ) -> Result<()> {
         // A checkpoint at the end equals the cache.
         let n = self.checkpoints.partition_point(|checkpoint| checkpoint.len < self.tokens.len());
-        self.cache.write(path.as_ref(), model, named, &[&self.tokens], &self.checkpoints[..n])
+        let (maker, checkpoints) = (Maker::new(model, named.model)?, &self.checkpoints[..n]);
+        let header = self.cache.header(model, maker, named, checkpoints)?;
+        self.cache.write(path.as_ref(), &header, &[&self.tokens], checkpoints)
     }
 }
 

@@ -11,6 +11,7 @@ mod gguf_latent;
 mod gguf_rope;
 pub(crate) mod minifloat;
 pub(crate) mod partitions;
+pub(crate) mod prefixes;
 pub(crate) mod saved;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

@@ -1,28 +1,32 @@
 //! [`Batch`]: continuous batching of several texts.
 
+mod prefill;
+mod text;
+
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     time::{Duration, Instant},
 };
 
 use burn::tensor::Device;
 use tracing::trace_span;
 
+pub use self::text::{BatchText, BatchTotals, Event};
+use self::text::{Reading, Text};
 use super::{
-    GenerateOptions, Generated, Stop, finish, ids_to_tensor,
+    GenerateOptions, Stop, ids_to_tensor,
     picker::{Picker, Waiting, pick_each},
-    prefill,
 };
 use crate::{
-    cache::ModelCache,
+    cache::{ModelCache, PrefixCache},
     error::{Error, Result},
     model::LanguageModel,
     spans::PHASE,
 };
 
 /// Continues several texts at once, one in each slot of the cache. Prompts are prefilled one after
-/// the other into free slots. All texts in slots take decode steps together, and a text that ends
-/// frees its slot for the next.
+/// the other into free slots, a chunk between two decode steps. All texts in slots take decode
+/// steps together, and a text that ends frees its slot for the next.
 ///
 /// Each text has its own random stream, so its tokens do not depend on the others. Text `i` gets
 /// the tokens of a single text whose seed is greater by `i`.
@@ -41,6 +45,7 @@ use crate::{
 ///     match event {
 ///         Event::Token { text, id } => println!("{text} goes on with {id}"),
 ///         Event::End { text, generated } => println!("{text} ends by {}", generated.stop),
+///         Event::Failed { text, error } => println!("{text}: {error}"),
 ///     }
 /// }
 /// # Ok(())
@@ -54,6 +59,10 @@ pub struct Batch<'a> {
     options: GenerateOptions,
     /// A cache of one sequence, in which prompts are prefilled.
     reader: ModelCache,
+    /// The text whose prompt is being prefilled.
+    reading: Option<Reading>,
+    /// Prefixes of prompts, which are not computed again.
+    prefixes: Option<PrefixCache>,
     waiting: VecDeque<Text>,
     /// The text in each slot of the cache.
     slots: Vec<Option<Text>>,
@@ -65,108 +74,8 @@ pub struct Batch<'a> {
     steps: usize,
 }
 
-/// An event of one text. Texts are numbered from 0 in the order of [`Batch::push`].
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// A token was generated. An end-of-text id causes no event.
-    Token {
-        /// The number of the text.
-        text: usize,
-        /// The id of the token.
-        id: u32,
-    },
-    /// The text has ended, and its slot is free.
-    End {
-        /// The number of the text.
-        text: usize,
-        /// The generated text and statistics. Times include the steps of other texts.
-        generated: Generated,
-    },
-}
-
-/// The statistics of all texts of a [`Batch`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct BatchTotals {
-    /// Prompt tokens.
-    pub prefill_tokens: usize,
-    /// Time of all prefills.
-    pub prefill_time: Duration,
-    /// Tokens of all texts that were decoded one at a time.
-    pub decode_tokens: usize,
-    /// Time of all decode steps, including sampling.
-    pub decode_time: Duration,
-}
-
-impl BatchTotals {
-    /// Returns the prompt tokens per second.
-    pub fn prefill_tokens_per_second(&self) -> f64 {
-        per_second(self.prefill_tokens, self.prefill_time)
-    }
-
-    /// Returns the decoded tokens per second of all texts together.
-    pub fn decode_tokens_per_second(&self) -> f64 {
-        per_second(self.decode_tokens, self.decode_time)
-    }
-}
-
-/// Returns `n / time`, and 0 for no tokens.
-fn per_second(n: usize, time: Duration) -> f64 {
-    if n == 0 { 0.0 } else { n as f64 / time.as_secs_f64() }
-}
-
-/// A text that waits or is being continued.
-#[derive(Debug)]
-struct Text {
-    number: usize,
-    picker: Picker,
-    /// The prompt, followed by the generated ids.
-    ids: Vec<u32>,
-    n_prompt: usize,
-    prefill_time: Duration,
-    first_token_time: Duration,
-    /// The end of the prefill.
-    start: Instant,
-    decode_tokens: usize,
-}
-
-impl Text {
-    /// Appends the next token, when `remaining` more tokens fit. Returns the reason if the text
-    /// ends.
-    fn take(
-        &mut self,
-        id: u32,
-        remaining: usize,
-        options: &GenerateOptions,
-        events: &mut VecDeque<Event>,
-    ) -> Option<Stop> {
-        self.ids.push(id);
-        if options.eos.contains(&id) {
-            return Some(Stop::Eos);
-        }
-        events.push_back(Event::Token { text: self.number, id });
-        match () {
-            () if self.ids.len() - self.n_prompt == options.max_tokens => Some(Stop::MaxTokens),
-            () if remaining == 0 => Some(Stop::Capacity),
-            () => None,
-        }
-    }
-
-    fn end(mut self, stop: Stop) -> Event {
-        let generated = Generated {
-            ids: self.ids.split_off(self.n_prompt),
-            stop,
-            prefill_tokens: self.n_prompt,
-            prefill_time: self.prefill_time,
-            first_token_time: self.first_token_time,
-            decode_tokens: self.decode_tokens,
-            decode_time: self.start.elapsed(),
-        };
-        Event::End { text: self.number, generated }
-    }
-}
-
 impl<'a> Batch<'a> {
-    /// Creates a batch without texts; `options` apply to each text.
+    /// Creates a batch without texts; `options` apply to each text without settings of its own.
     ///
     /// # Errors
     /// Fails for a cache that holds tokens, for invalid sampling options, and for graph capture.
@@ -198,6 +107,8 @@ impl<'a> Batch<'a> {
             device,
             options,
             reader,
+            reading: None,
+            prefixes: None,
             waiting,
             slots,
             events,
@@ -207,22 +118,71 @@ impl<'a> Batch<'a> {
         })
     }
 
+    /// Returns the same batch with a store of prefixes for the prompts of texts with a
+    /// [salt](BatchText::salt). A chunk of a prefill then has the tokens of a block, so a prompt
+    /// gives the same logits with and without a stored prefix.
+    ///
+    /// # Errors
+    /// Fails for a store that was made for another cache.
+    pub fn with_prefixes(mut self, prefixes: PrefixCache) -> Result<Self> {
+        prefixes.check(&self.reader)?;
+        self.options.prefill_chunk = prefixes.block_tokens();
+        self.prefixes = Some(prefixes);
+        Ok(self)
+    }
+
+    /// Returns the store of prefixes, if there is one.
+    pub fn prefixes(&self) -> Option<&PrefixCache> {
+        self.prefixes.as_ref()
+    }
+
+    /// Ends the batch, and returns the store of prefixes.
+    pub fn into_prefixes(self) -> Option<PrefixCache> {
+        self.prefixes
+    }
+
     /// Adds a text, which starts as soon as a slot is free. Returns its number.
     ///
     /// # Errors
     /// Fails for an empty prompt, and for one that exceeds the cache or the model.
     pub fn push(&mut self, prompt: &[u32]) -> Result<usize> {
-        self.reader.reset();
-        self.reader.check(1, prompt.len())?;
-        let number = self.n_texts;
-        let seed = self.options.sampling.seed.wrapping_add(number as u64);
+        let seed = self.options.sampling.seed.wrapping_add(self.n_texts as u64);
         let picker = Picker::new(super::Sampling { seed, ..self.options.sampling }, self.device)?;
-        let (ids, n_prompt) = (prompt.to_vec(), prompt.len());
+        let (max_tokens, eos) = (self.options.max_tokens, self.options.eos.clone());
+        self.add(prompt.to_vec(), max_tokens, eos, None, picker)
+    }
+
+    /// Adds a text with settings of its own, which starts as soon as a slot is free. Returns its
+    /// number. The host reads the logits of its steps.
+    ///
+    /// # Errors
+    /// Fails as [`push`](Self::push) does.
+    pub fn push_text(&mut self, text: BatchText) -> Result<usize> {
+        let BatchText { prompt, max_tokens, eos, salt, pick } = text;
+        let salt = salt.filter(|_| !pick.scores_prompt());
+        self.add(prompt, max_tokens, eos, salt, Picker::Host(pick))
+    }
+
+    fn add(
+        &mut self,
+        ids: Vec<u32>,
+        max_tokens: usize,
+        eos: BTreeSet<u32>,
+        salt: Option<String>,
+        picker: Picker,
+    ) -> Result<usize> {
+        let n_prompt = ids.len();
+        self.cache.check_after(0, n_prompt)?;
+        let number = self.n_texts;
         let text = Text {
             number,
+            max_tokens,
+            eos,
+            salt,
             picker,
             ids,
             n_prompt,
+            prefix_tokens: 0,
             prefill_time: Duration::ZERO,
             first_token_time: Duration::ZERO,
             start: Instant::now(),
@@ -236,75 +196,84 @@ impl<'a> Batch<'a> {
     /// Returns the next event; `None` when all texts have ended.
     ///
     /// # Errors
-    /// Fails for logits that are not finite.
+    /// Fails as [`advance`](Self::advance) does.
     pub fn next_event(&mut self) -> Result<Option<Event>> {
         loop {
             if let Some(event) = self.events.pop_front() {
                 return Ok(Some(event));
             }
-            let free = self.slots.iter().position(Option::is_none);
-            match free.and_then(|slot| Some((slot, self.waiting.pop_front()?))) {
-                Some((slot, text)) => self.start(slot, text)?,
-                None if self.slots.iter().any(Option::is_some) => self.step()?,
-                None => return Ok(None),
+            if !self.advance()? {
+                return Ok(None);
             }
         }
+    }
+
+    /// Returns the next event that has already happened.
+    pub fn pop_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Prefills one chunk of a prompt, and takes one decode step with all texts in slots. Returns
+    /// whether there was anything to do.
+    ///
+    /// # Errors
+    /// Fails for logits that cannot be read, on a GPU for any that are not finite, and for a prefix
+    /// that cannot be copied from or to the device.
+    pub fn advance(&mut self) -> Result<bool> {
+        if self.reading.is_none()
+            && let Some(slot) = self.slots.iter().position(Option::is_none)
+            && let Some(text) = self.waiting.pop_front()
+        {
+            self.reading = Some(self.start(slot, text)?);
+        }
+        let reads = self.reading.is_some();
+        if let Some(reading) = self.reading.take() {
+            self.reading = self.read_chunk(reading)?;
+        }
+        let steps = self.slots.iter().any(Option::is_some);
+        if steps {
+            self.step()?;
+        }
+        Ok(reads || steps)
+    }
+
+    /// Returns the number of texts that wait for a slot.
+    pub fn n_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Returns the number of texts that are prefilled or continued.
+    pub fn n_active(&self) -> usize {
+        self.slots.iter().flatten().count() + usize::from(self.reading.is_some())
     }
 
     /// Ends a text with [`Stop::Callback`], whether it waits or is being continued. Returns whether
     /// there was such a text.
     pub fn stop(&mut self, text: usize) -> bool {
-        let waiting = self.waiting.iter().position(|waiting| waiting.number == text);
-        let ended = match waiting.and_then(|index| self.waiting.remove(index)) {
-            Some(text) => Some(text),
-            None => {
-                let is_it = |slot: &Option<Text>| slot.as_ref().is_some_and(|t| t.number == text);
-                let slot = self.slots.iter().position(is_it);
-                slot.and_then(|slot| {
-                    // Its slot holds at least the prompt.
-                    self.cache.remove(slot).ok()?;
-                    self.slots[slot].take()
-                })
-            }
-        };
+        let ended = self.take_out(text);
         let stopped = ended.is_some();
         self.events.extend(ended.map(|text| text.end(Stop::Callback)));
         stopped
     }
 
+    /// Removes a text from where it is, and frees its slot.
+    fn take_out(&mut self, number: usize) -> Option<Text> {
+        let is_it = |text: &Text| text.number == number;
+        if let Some(index) = self.waiting.iter().position(is_it) {
+            return self.waiting.remove(index);
+        }
+        if let Some(reading) = self.reading.take_if(|reading| is_it(&reading.text)) {
+            return Some(reading.text);
+        }
+        let slot = self.slots.iter().position(|slot| slot.as_ref().is_some_and(is_it))?;
+        // The slot holds at least the prompt.
+        self.cache.remove(slot).ok()?;
+        self.slots[slot].take()
+    }
+
     /// Returns the statistics of all texts so far.
     pub fn totals(&self) -> BatchTotals {
         self.totals
-    }
-
-    /// Prefills the prompt of a text and gives it the slot, unless the text ends with its first
-    /// token.
-    fn start(&mut self, slot: usize, mut text: Text) -> Result<()> {
-        let start = Instant::now();
-        self.reader.reset();
-        let chunk = self.options.prefill_chunk;
-        let logits = prefill(self.model, &mut self.reader, &text.ids, chunk, self.device)?;
-        finish(self.device)?;
-        text.start = Instant::now();
-        text.prefill_time = text.start - start;
-        self.totals.prefill_tokens += text.n_prompt;
-        self.totals.prefill_time += text.prefill_time;
-        let ended = match self.options.max_tokens {
-            0 => Some(Stop::MaxTokens),
-            _ => {
-                let id = text.picker.pick(logits, &text.ids)?;
-                text.first_token_time = start.elapsed();
-                text.take(id, self.reader.remaining(), &self.options, &mut self.events)
-            }
-        };
-        match ended {
-            Some(stop) => self.events.push_back(text.end(stop)),
-            None => {
-                self.cache.admit(slot, &self.reader)?;
-                self.slots[slot] = Some(text);
-            }
-        }
-        Ok(())
     }
 
     /// Appends the last token of each text and picks the next.
@@ -327,11 +296,17 @@ impl<'a> Batch<'a> {
             text.decode_tokens += 1;
             self.totals.decode_tokens += 1;
             let remaining = room - self.cache.lens()[i];
-            let ended = text.take(id, remaining, &self.options, &mut self.events);
-            if let (Some(stop), Some(text)) = (ended, slot.take_if(|_| ended.is_some())) {
-                self.cache.remove(i)?;
-                self.events.push_back(text.end(stop));
-            }
+            let end = match id.map(|id| text.take(id, remaining, &mut self.events)) {
+                Ok(None) => continue,
+                Ok(Some(stop)) => Ok(stop),
+                Err(error) => Err(error),
+            };
+            self.cache.remove(i)?;
+            let Some(text) = slot.take() else { continue };
+            self.events.push_back(match end {
+                Ok(stop) => text.end(stop),
+                Err(error) => Event::Failed { text: text.number, error },
+            });
         }
         self.totals.decode_time += start.elapsed();
         Ok(())
