@@ -4,11 +4,14 @@
 mod backend;
 mod caches;
 mod hub;
+mod loading;
 mod memory;
+mod model;
 mod output;
 mod overwrite;
 mod progress;
 mod signals;
+pub mod source;
 mod start;
 mod threads;
 
@@ -16,7 +19,9 @@ pub use backend::{Backend, Plain, not_built_in};
 pub use caches::cache_help;
 pub use hub::{ModelSource, hub_folder, name_of};
 pub use kv_cubecl;
+pub use loading::{MemoryBudget, MemoryRequest};
 pub use memory::{MemorySize, memory_limit};
+pub use model::{ModelArgs, Weights, head_format};
 pub use output::{OutFile, Screen, check_folder, note, notes, uninterrupted};
 pub use overwrite::NamedFiles;
 pub use progress::{count_bar, load_bar, token_bar};

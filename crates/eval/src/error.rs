@@ -15,6 +15,20 @@ pub enum Error {
         /// The rule.
         rule: String,
     },
+    /// A line of a task file breaks a rule.
+    #[error("{file}:{line}: {field} = {value}: {rule}")]
+    TaskLine {
+        /// The name of the file.
+        file: String,
+        /// The line, counted from 1.
+        line: usize,
+        /// The field.
+        field: String,
+        /// Its value, or the beginning of it.
+        value: String,
+        /// The rule.
+        rule: String,
+    },
     /// A run produced a loss that is not a number.
     #[error("run {cache}: token {token} has negative log-likelihood {value}, which is not finite")]
     NonFinite {

@@ -1,6 +1,6 @@
 //! Evaluation of language models with quantized KV caches. It measures perplexity and KL divergence
 //! from the float cache, token by token or in the equivalent closed form; loss by position; error
-//! by layer; and speed by context length. Reports have charts.
+//! by layer; accuracy in multiple-choice tasks; and speed by context length. Reports have charts.
 //!
 //! The `kv-eval` program is a thin wrapper of these functions.
 
@@ -21,6 +21,7 @@ mod retrieval;
 mod run;
 mod score;
 pub mod search;
+pub mod tasks;
 mod twin;
 mod versions;
 pub mod world;

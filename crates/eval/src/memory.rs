@@ -3,42 +3,10 @@
 
 use std::{
     alloc::{GlobalAlloc, Layout},
-    fmt,
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-use burn::tensor::Device;
-use kv_models::decimal_size;
-use serde::Serialize;
-
-/// The memory that a command used on a device, and the plan made for it, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct DeviceUse {
-    /// The most that the device's allocator reserved at the end of a phase: loading, a text, a
-    /// benchmark. The allocator keeps what a phase has freed.
-    pub peak_bytes: u64,
-    /// Weights, caches and activations, as planned before the model was loaded; `None` without a
-    /// plan.
-    pub planned_bytes: Option<u64>,
-}
-
-impl DeviceUse {
-    /// Reads the memory that the allocator of `device` reserves now; `None` on the CPU.
-    pub fn now(device: &Device) -> Option<Self> {
-        let usage = device.memory_pool_usage()?;
-        Some(Self { peak_bytes: usage.bytes_reserved, planned_bytes: None })
-    }
-}
-
-impl fmt::Display for DeviceUse {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "peak {}", decimal_size(self.peak_bytes))?;
-        match self.planned_bytes {
-            Some(planned) => write!(f, ", planned {}", decimal_size(planned)),
-            None => Ok(()),
-        }
-    }
-}
+pub use kv_models::DeviceUse;
 
 /// Counts allocations, as a program's `#[global_allocator]`.
 ///

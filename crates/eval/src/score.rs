@@ -37,7 +37,7 @@ pub(crate) fn divergence(float: &[f32], logits: &[f32], vocab: usize) -> Vec<Div
 }
 
 /// Returns the index of the largest logit, the first of equals.
-fn top(row: &[f32]) -> Option<usize> {
+pub(crate) fn top(row: &[f32]) -> Option<usize> {
     let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     row.iter().position(|&logit| logit == best)
 }

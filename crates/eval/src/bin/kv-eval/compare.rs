@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use burn::tensor::Device;
 use kv_cli::{
     Backend, NamedFiles, Plain, check_folder, dispatch, error_line, exit_on_interrupt, note,
+    source::{self, Source},
 };
 use kv_cubecl::{KvFormat, On, Target};
 use kv_eval::{Mode, Plan};
@@ -20,7 +21,6 @@ use crate::{
         text_name,
     },
     json::JsonArgs,
-    source::{self, Source},
 };
 
 /// Compare the built-in model with float, 4-bit and 2-bit caches to the same model after training

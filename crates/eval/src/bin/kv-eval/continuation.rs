@@ -1,16 +1,18 @@
 //! `kv-eval continue`: counts the generated tokens before a cache changes the text.
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, count_bar, dispatch, exit_on_interrupt};
+use kv_cli::{
+    MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, count_bar, dispatch,
+    exit_on_interrupt,
+    source::{self, Source},
+};
 use kv_cubecl::{On, Target};
 use kv_eval::{ContinuationPlan, continuations};
 
 use crate::{
     arguments::{NamedCache, TextArgs, policies, with_float},
-    common::{ModelArgs, Weights, note_policies, read_ids},
+    common::{note_policies, read_ids},
     json::{JsonArgs, show},
-    loading::MemoryRequest,
-    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]

@@ -8,7 +8,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use kv_cli::{INTERRUPTED, NamedFiles, OutFile, Plain, Screen, cache_help, dispatch, note};
+use kv_cli::{
+    INTERRUPTED, MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, cache_help,
+    dispatch, note,
+    source::{self, Source},
+};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, Sampler, Sampling, SavedCache,
@@ -17,15 +21,13 @@ use kv_models::{
 
 use crate::{
     arguments::{NamedCache, at_least},
-    common::{BosArgs, ModelArgs, StepArgs, Weights, note_policies},
+    common::{BosArgs, StepArgs, note_policies},
     generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
     generate_reply::{JsonLines, prompt_label},
     generate_sampling::SamplingArgs,
     generate_writer::Writer,
-    loading::MemoryRequest,
     profile::ProfileArgs,
-    source::{self, Source},
 };
 
 const EXAMPLES: &str = "\

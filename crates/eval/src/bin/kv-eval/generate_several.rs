@@ -97,6 +97,9 @@ impl<T: Target> Writer<'_, T> {
                     Some(lines) => self.end(lines, prompts[text].len(), generated)?,
                     None => true,
                 },
+                Event::Failed { text, error } => {
+                    return Err(error).with_context(|| prompt_label(text));
+                }
             };
             if !heard {
                 break;

@@ -3,7 +3,7 @@
 use std::{path::Path, time::Instant};
 
 use anyhow::{Result, bail};
-use kv_cli::Screen;
+use kv_cli::{MemoryBudget, Screen};
 use kv_cubecl::{On, Target};
 use kv_models::{
     Checkpoints, GenerateOptions, Generated, LanguageModel, ModelCacheConfig, PromptCache, SavedAs,
@@ -15,7 +15,6 @@ use kv_models::{
 use crate::{
     generate_interrupt::Interrupt,
     generate_reply::{End, JsonLines, Reply, TextOut},
-    loading::MemoryBudget,
 };
 
 /// Generates and writes texts, and keeps the cache for the next turn.

@@ -3,17 +3,18 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, OutFile, Plain, count_bar, dispatch, exit_on_interrupt};
+use kv_cli::{
+    MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Weights, count_bar, dispatch,
+    exit_on_interrupt,
+    source::{self, Source},
+};
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{KeyFormat, Mode, Plan, index_recall};
 use kv_models::ModelCacheConfig;
 
 use crate::{
     arguments::{TextArgs, TextIds, at_least, quantized_format},
-    common::{ModelArgs, Weights},
     json::{JsonArgs, show},
-    loading::MemoryRequest,
-    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]

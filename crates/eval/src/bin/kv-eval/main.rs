@@ -15,14 +15,13 @@ mod generate_several;
 mod generate_writer;
 mod index;
 mod json;
-mod loading;
 mod needle;
 mod plan;
 mod policy_file;
 mod ppl;
 mod profile;
 mod search;
-mod source;
+mod tasks;
 mod twin;
 mod version;
 mod world;
@@ -78,6 +77,8 @@ enum Command {
     Needle(needle::Args),
     /// Continue passages of a text, and count the tokens before a cache changes the output.
     Continue(continuation::Args),
+    /// Score multiple-choice tasks and continuations as lm-evaluation-harness does.
+    Tasks(tasks::Args),
     /// Find the best per-layer cache policy within a byte budget.
     Search(search::Args),
     /// Let a world model continue games with different caches, and compare its frames with the true
@@ -99,6 +100,7 @@ fn main() -> ExitCode {
             Some(Command::Index(args)) => index::run(&args),
             Some(Command::Needle(args)) => needle::run(&args),
             Some(Command::Continue(args)) => continuation::run(&args),
+            Some(Command::Tasks(args)) => tasks::run(&args),
             Some(Command::Search(args)) => search::run(&args),
             Some(Command::World(args)) => world::run(&args),
             Some(Command::Bench(bench)) => bench::run(&bench),

@@ -4,20 +4,18 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use kv_cli::{
-    NamedFiles, Plain, cache_help, check_folder, command_line, count_bar, dispatch,
-    exit_on_interrupt, note, uninterrupted,
+    MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, check_folder, command_line,
+    count_bar, dispatch, exit_on_interrupt, note,
+    source::{self, Source},
+    uninterrupted,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::{Haystack, NeedlePlan, NeedleType, RetrievalPlan, RetrievalTask, needles, retrieval};
 
 use crate::{
     arguments::{NamedCache, at_least, policies, with_float},
-    common::{
-        BosArgs, ModelArgs, Weights, note_policies, note_short_text, read_ids, read_text, text_name,
-    },
+    common::{BosArgs, note_policies, note_short_text, read_ids, read_text, text_name},
     json::{JsonArgs, show},
-    loading::MemoryRequest,
-    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]

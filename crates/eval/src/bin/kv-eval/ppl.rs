@@ -1,20 +1,19 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, note};
+use kv_cli::{
+    MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, dispatch, note,
+    source::{self, Source},
+};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::{HEAD_ROWS, Mode, Plan};
 use kv_models::KV_CACHE_FILE;
 
 use crate::{
     arguments::{Named, NamedCache, TextArgs, TextIds, at_least, configs, policies},
-    common::{
-        Job, ModelArgs, Output, Text, Weights, evaluate_and_report, note_policies, text_name,
-    },
+    common::{Job, Output, Text, evaluate_and_report, note_policies, text_name},
     json::JsonArgs,
-    loading::MemoryRequest,
     profile::ProfileArgs,
-    source::{self, Source},
 };
 
 /// Default tokens per eval window, unless the model has fewer positions.

@@ -12,8 +12,9 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{
-    MemorySize, NamedFiles, OutFile, Plain, Screen, count_bar, dispatch, exit_interrupted,
-    on_interrupt,
+    MemoryRequest, MemorySize, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, count_bar,
+    dispatch, exit_interrupted, on_interrupt,
+    source::{self, Source},
 };
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{
@@ -24,11 +25,9 @@ use kv_models::{LanguageModel, ModelCacheConfig};
 
 use crate::{
     arguments::{TextArgs, TextIds, at_least, quantized_format},
-    common::{ModelArgs, Weights, note_policies},
+    common::note_policies,
     json::{JsonArgs, write_json},
-    loading::MemoryRequest,
     policy_file::PolicyFile,
-    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]

@@ -1,16 +1,19 @@
 //! `kv-eval twin`: compares a quantized cache with a float cache.
 
 use anyhow::Result;
-use kv_cli::{NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt, note, token_bar};
+use kv_cli::{
+    MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, dispatch, exit_on_interrupt,
+    note,
+    source::{self, Source},
+    token_bar,
+};
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_eval::twin;
 
 use crate::{
     arguments::{NamedCache, TextArgs, TextIds, at_least},
-    common::{ModelArgs, Weights, note_policies},
+    common::note_policies,
     json::{JsonArgs, show},
-    loading::MemoryRequest,
-    source::{self, Source},
 };
 
 #[derive(Debug, clap::Args)]

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, check_folder, dispatch, note};
+use kv_cli::{Backend, NamedFiles, OutFile, Plain, Screen, Weights, check_folder, dispatch, note};
 use kv_cubecl::{Frames, On, Side, Target};
 use kv_eval::{
     device_name,
@@ -33,7 +33,7 @@ use self::{
 use crate::{
     arguments::{Named, RunningArgs, configs, has_frame_scales, policies},
     built_in,
-    common::{Weights, check_memory},
+    common::check_memory,
     json::{JsonArgs, write_json},
     profile::ProfileArgs,
 };

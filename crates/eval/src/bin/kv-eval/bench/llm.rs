@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use indicatif::ProgressBar;
-use kv_cli::NamedFiles;
+use kv_cli::{MemoryRequest, ModelArgs, NamedFiles, source};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{LlmPlan, Spread, time_llm};
 use kv_report::Table;
@@ -10,11 +10,9 @@ use kv_report::Table;
 use super::output::Sinks;
 use crate::{
     arguments::{NamedCache, configs, policies},
-    common::{ModelArgs, StepArgs, note_policies},
+    common::{StepArgs, note_policies},
     json::JsonArgs,
-    loading::MemoryRequest,
     profile::Profile,
-    source,
 };
 
 #[derive(Debug, clap::Args)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{NamedFiles, note};
+use kv_cli::{MemoryBudget, MemoryRequest, ModelArgs, NamedFiles, note, source};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
 use kv_models::LanguageModel;
@@ -15,11 +15,9 @@ use super::output::{Sinks, by_context};
 use crate::{
     ALLOCATOR,
     arguments::{NamedCache, configs, policies},
-    common::{ModelArgs, note_policies},
+    common::note_policies,
     json::JsonArgs,
-    loading::{MemoryBudget, MemoryRequest},
     profile::Profile,
-    source,
 };
 
 const LONGEST: usize = 8000;

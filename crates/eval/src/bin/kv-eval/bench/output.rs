@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use kv_cli::{Backend, OutFile, Screen};
+use kv_cli::{Backend, MemoryBudget, OutFile, Screen};
 use kv_cubecl::{On, Target};
 use kv_eval::{
     bench::{COPIED, copy_bandwidth},
@@ -15,10 +15,7 @@ use kv_report::{
 };
 use serde::Serialize;
 
-use crate::{
-    json::{JsonArgs, write_json},
-    loading::MemoryBudget,
-};
+use crate::json::{JsonArgs, write_json};
 
 /// Arguments shared by all benchmarks.
 #[derive(Debug, clap::Args)]

@@ -9,41 +9,41 @@ use std::{
 
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::load_bar;
 use kv_cubecl::{Flex, KvCacheConfig, Target};
-use kv_eval::memory::DeviceUse;
 use kv_models::{
-    CompileAhead, GenerateOptions, LanguageModel, LoadObserver, MemoryLimit, ModelCacheConfig,
-    ModelSpec, Planned, Usage, WeightBytes, decimal_size,
+    CompileAhead, DeviceUse, GenerateOptions, LanguageModel, LoadObserver, MemoryLimit,
+    ModelCacheConfig, ModelSpec, Planned, Usage, WeightBytes, decimal_size,
 };
+
+use crate::load_bar;
 
 /// The memory that a command needs besides weights: its caches and its forward passes.
 #[derive(Clone, Debug)]
-pub(crate) struct MemoryRequest {
+pub struct MemoryRequest {
     /// The caches. Empty means the cache that the model's files name, or else float.
-    pub(crate) caches: Vec<ModelCacheConfig>,
+    pub caches: Vec<ModelCacheConfig>,
     /// The caches that a benchmark holds at once, with their sequences. Empty if only one of
     /// `caches` is held at a time.
-    pub(crate) held: Vec<(ModelCacheConfig, usize)>,
+    pub held: Vec<(ModelCacheConfig, usize)>,
     /// One of the held caches is copied at a time.
-    pub(crate) copies: bool,
+    pub copies: bool,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
-    pub(crate) capacity: usize,
+    pub capacity: usize,
     /// Refuse a capacity beyond the model's positions instead of clamping it.
-    pub(crate) exact: bool,
+    pub exact: bool,
     /// Number of sequences.
-    pub(crate) batch: usize,
+    pub batch: usize,
     /// Tokens processed in one forward pass; `None` for one chunk of prefill.
-    pub(crate) pass: Option<usize>,
+    pub pass: Option<usize>,
     /// Rows of logits besides the last of each sequence, counted in the plan of a device's memory.
-    pub(crate) logits: usize,
+    pub logits: usize,
     /// Compile the kernels of the first cache's layers during the load, to generate text with it.
-    pub(crate) generates: bool,
+    pub generates: bool,
 }
 
 impl MemoryRequest {
     /// Requests `caches` of one sequence with this capacity.
-    pub(crate) fn new(
+    pub fn new(
         caches: impl IntoIterator<Item = impl Into<ModelCacheConfig>>,
         capacity: usize,
     ) -> Self {
@@ -62,7 +62,7 @@ impl MemoryRequest {
     }
 
     /// Processes as many tokens as the capacity in one forward pass.
-    pub(crate) fn in_one_pass(self) -> Self {
+    pub fn in_one_pass(self) -> Self {
         Self { pass: Some(self.capacity), ..self }
     }
 
@@ -115,7 +115,7 @@ impl MemoryRequest {
 /// The memory available before the model was loaded, the bytes of its weights, and the memory that
 /// is planned and used. Clones share it.
 #[derive(Clone, Debug)]
-pub(crate) struct MemoryBudget {
+pub struct MemoryBudget {
     limit: MemoryLimit,
     weights: Rc<RefCell<WeightBytes>>,
     used: Rc<Cell<Used>>,
@@ -132,12 +132,16 @@ struct Used {
 }
 
 impl MemoryBudget {
-    pub(crate) fn new(limit: MemoryLimit) -> Self {
+    /// Creates a budget with nothing planned yet.
+    pub fn new(limit: MemoryLimit) -> Self {
         Self { limit, weights: Rc::default(), used: Rc::default() }
     }
 
     /// Checks that a cache fits, before it is allocated.
-    pub(crate) fn check(&self, spec: &ModelSpec, usage: &Usage) -> kv_models::Result<()> {
+    ///
+    /// # Errors
+    /// Fails for a cache that does not fit; the error names both sizes and a remedy.
+    pub fn check(&self, spec: &ModelSpec, usage: &Usage) -> kv_models::Result<()> {
         let weights = self.weights.borrow();
         let planned = Planned::new(spec, &weights, None);
         planned.check(usage, &self.limit)?;
@@ -148,14 +152,14 @@ impl MemoryBudget {
 
     /// Reads the memory that the device's allocator has reserved, at the end of a phase. The CPU
     /// has no such allocator.
-    pub(crate) fn see(&self, device: &Device) {
+    pub fn see(&self, device: &Device) {
         if let Some(now) = DeviceUse::now(device) {
             self.change(|used| used.peak = used.peak.max(now.peak_bytes));
         }
     }
 
     /// Returns the device's memory until now; `None` on the CPU.
-    pub(crate) fn device_use(&self, device: &Device) -> Option<DeviceUse> {
+    pub fn device_use(&self, device: &Device) -> Option<DeviceUse> {
         self.see(device);
         let Used { at_load, later, peak } = self.used.get();
         let planned_bytes = Some(if later > 0 { later } else { at_load });

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use anyhow::Result;
 use burn::tensor::Device;
-use kv_cli::{name_of, once};
 use kv_cubecl::{Flex, Target};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, ModelCacheConfig, Tokenizer, WeightDtype,
@@ -13,23 +12,34 @@ use kv_models::{
 use tracing::trace_span;
 
 use crate::{
-    common::{ModelArgs, Weights},
+    ModelArgs, Weights,
+    hub::name_of,
     loading::{Loading, MemoryBudget, MemoryRequest},
+    once,
+    output::notes as print_notes,
 };
 
-pub(crate) struct Source {
-    pub(crate) model: LanguageModel,
-    pub(crate) tokenizer: Tokenizer,
-    pub(crate) name: String,
+/// A model with what its files say beside the weights.
+#[derive(Debug)]
+pub struct Source {
+    /// The model.
+    pub model: LanguageModel,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The name of its file or folder.
+    pub name: String,
     /// The cache that the model's files name, if any.
-    pub(crate) cache: Option<ModelCacheConfig>,
+    pub cache: Option<ModelCacheConfig>,
     /// Notes for the user, already printed.
-    pub(crate) notes: Vec<String>,
+    pub notes: Vec<String>,
 }
 
 /// Loads a model and its tokenizer if `request` fits the memory budget, which is returned too.
 /// `weights` is the representation of quantized weights without `--weights`.
-pub(crate) fn load(
+///
+/// # Errors
+/// Fails for a model that is not found, cannot be loaded or does not fit.
+pub fn load(
     args: &ModelArgs,
     weights: Weights,
     request: MemoryRequest,
@@ -45,8 +55,11 @@ pub(crate) fn load(
 }
 
 /// Loads a model and returns it with its name, with the dtype of its weights unless that is f32,
-/// and the memory budget. Fails if `request` exceeds it.
-pub(crate) fn load_model(
+/// and the memory budget.
+///
+/// # Errors
+/// Fails for a model that is not found, cannot be loaded, or does not fit `request`.
+pub fn load_model(
     args: &ModelArgs,
     request: MemoryRequest,
     device: &Device,
@@ -56,7 +69,7 @@ pub(crate) fn load_model(
     let loading = Loading::new(request, budget.clone(), device);
     let path = args.source.find()?;
     let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
-    kv_cli::notes(&notes);
+    print_notes(&notes);
     let head = args.head.map_or(String::new(), |format| format!(", head {format}"));
     let name = format!("{}{head}", args.source.name());
     let name = match (model.weight_dtype(), options.packed.filter(|_| model.is_packed())) {
@@ -71,12 +84,16 @@ pub(crate) fn load_model(
     Ok((model, name, budget))
 }
 
-pub(crate) fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {
+/// Loads a model and its tokenizer without a check of memory.
+///
+/// # Errors
+/// Fails for files that cannot be loaded.
+pub fn read(path: &Path, device: &Device, options: LoadOptions) -> Result<Source> {
     with_tokenizer(load_with(path, device, options)?, name_of(path))
 }
 
 fn with_tokenizer(loaded: Loaded, name: String) -> Result<Source> {
     let Loaded { model, tokenizer, cache, notes, .. } = loaded;
-    kv_cli::notes(&notes);
+    print_notes(&notes);
     Ok(Source { model, tokenizer: tokenizer?, name, cache, notes })
 }
