@@ -1,0 +1,146 @@
+//! Texts that must match a JSON schema, a regular expression or a grammar, by llguidance.
+
+use std::{fmt, sync::Arc};
+
+use kv_models::Tokenizer;
+use llguidance::{Matcher, ParserFactory, api::TopLevelGrammar};
+use serde_json::{Value, json};
+use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+
+/// Compiles constraints for a tokenizer.
+pub struct Constraints {
+    factory: ParserFactory,
+}
+
+/// The state of a constraint in one text.
+#[derive(Clone)]
+pub struct Constraint(Matcher);
+
+/// The byte before the spelling of a control token, which no text contains.
+const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
+
+impl Constraints {
+    /// Prepares the vocabulary of `n_ids` tokens.
+    ///
+    /// # Errors
+    /// Fails for a tokenizer without an end-of-text token, with which a constrained text ends.
+    pub fn new(tokenizer: &Tokenizer, n_ids: usize) -> Result<Self, String> {
+        let eos: Vec<u32> =
+            tokenizer.eos().iter().copied().filter(|&id| (id as usize) < n_ids).collect();
+        let Some(&first) = eos.first() else {
+            return Err("the model's tokenizer has no end-of-text token".into());
+        };
+        let word = |id: u32| {
+            let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+            match tokenizer.is_special(id) || eos.contains(&id) {
+                true => [&[CONTROL][..], &bytes].concat(),
+                false => bytes,
+            }
+        };
+        let words: Vec<Vec<u8>> = (0..n_ids as u32).map(word).collect();
+        let info = TokRxInfo::new(n_ids as u32, first);
+        let trie = TokTrie::from(&info, &words).with_eos_tokens(&eos);
+        let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let capabilities = InferenceCapabilities::default();
+        let factory = ParserFactory::new(&env, capabilities, &[]).map_err(|it| it.to_string())?;
+        let mut constraints = Self { factory };
+        constraints.factory.quiet();
+        constraints.factory.limits_mut().verbose_errors = false;
+        Ok(constraints)
+    }
+
+    fn compile(&self, grammar: TopLevelGrammar) -> Result<Constraint, String> {
+        let parser = self.factory.create_parser(grammar).map_err(|it| one_line(&it.to_string()))?;
+        Ok(Constraint(Matcher::new(Ok(parser))))
+    }
+
+    /// Constrains a text to JSON of this schema.
+    ///
+    /// # Errors
+    /// Fails for a schema that is invalid, too large, or uses what llguidance does not support.
+    pub fn schema(&self, schema: &Value) -> Result<Constraint, String> {
+        self.compile(TopLevelGrammar::from_json_schema(schema.clone()))
+    }
+
+    /// Constrains a text to a regular expression.
+    ///
+    /// # Errors
+    /// Fails for an invalid or too large expression.
+    pub fn regex(&self, regex: &str) -> Result<Constraint, String> {
+        self.compile(TopLevelGrammar::from_regex(regex))
+    }
+
+    /// Constrains a text to a grammar in llguidance's variant of Lark.
+    ///
+    /// # Errors
+    /// Fails for an invalid or too large grammar.
+    pub fn grammar(&self, lark: &str) -> Result<Constraint, String> {
+        self.compile(TopLevelGrammar::from_lark(lark.into()))
+    }
+
+    /// Constrains a text to calls of one of these tools, `(name, schema of its arguments)`, in the
+    /// format that [`ToolCalls`](crate::tools::ToolCalls) reads.
+    ///
+    /// # Errors
+    /// Fails as [`schema`](Self::schema) does.
+    pub(crate) fn tool_call(&self, tools: &[(String, Value)]) -> Result<Constraint, String> {
+        let calls: Vec<Value> = tools
+            .iter()
+            .map(|(name, arguments)| {
+                json!({
+                    "type": "object", "required": ["name", "arguments"],
+                    "properties": {"name": {"const": name}, "arguments": arguments},
+                    "additionalProperties": false,
+                })
+            })
+            .collect();
+        let schema = json!({"anyOf": calls});
+        self.grammar(&format!(
+            "start: \"<tool_call>\\n\" call \"\\n</tool_call>\"\ncall: %json {schema}\n"
+        ))
+    }
+}
+
+impl Constraint {
+    /// Sets the logits of all tokens that may not follow to negative infinity. Once the text
+    /// matches and cannot continue, only end-of-text tokens may follow.
+    ///
+    /// # Errors
+    /// Fails when the constraint takes too much time or memory.
+    pub(crate) fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let allowed = self.0.compute_mask_or_eos().map_err(|it| one_line(&it.to_string()))?;
+        for (id, logit) in logits.iter_mut().enumerate() {
+            if !allowed.is_allowed(id as u32) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends a token to the text.
+    ///
+    /// # Errors
+    /// Fails for a token that may not follow.
+    pub(crate) fn push(&mut self, id: u32) -> Result<(), String> {
+        if self.0.is_stopped() {
+            return Ok(());
+        }
+        self.0.consume_token(id).map_err(|it| one_line(&it.to_string()))
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+impl fmt::Debug for Constraints {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Constraints").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Constraint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Constraint").finish_non_exhaustive()
+    }
+}

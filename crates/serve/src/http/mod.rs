@@ -1,0 +1,112 @@
+//! The HTTP side: routes, limits and the shapes of OpenAI's API.
+
+mod app;
+mod body;
+mod chat;
+mod completions;
+mod error;
+mod format;
+mod json;
+mod params;
+mod reply;
+mod serve;
+mod stream;
+mod tokenize;
+
+use std::sync::Arc;
+
+use axum::{
+    Router,
+    extract::{Request, State},
+    http::{HeaderMap, StatusCode, header},
+    middleware::{Next, from_fn_with_state},
+    response::{Html, IntoResponse, Response},
+    routing::{get, post},
+};
+use serde_json::json;
+
+pub use self::{
+    app::{App, ServerOptions},
+    serve::serve,
+};
+use self::{error::ApiError, json::Json};
+
+/// Returns the routes of a server.
+pub fn router(app: Arc<App>) -> Router {
+    let open = Router::new().route("/", get(page)).route("/health", get(health));
+    let closed = Router::new()
+        .route("/v1/completions", post(completions::complete))
+        .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{model}", get(models))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/tokenizer_info", get(tokenize::info))
+        .route("/metrics", get(metrics))
+        .layer(from_fn_with_state(app.clone(), authorize));
+    open.merge(closed).fallback(unknown).method_not_allowed_fallback(wrong_method).with_state(app)
+}
+
+/// Returns the page to chat with the model and to watch the server.
+async fn page() -> Html<&'static str> {
+    Html(include_str!("page.html"))
+}
+
+async fn unknown(request: Request) -> ApiError {
+    let path = error::short(request.uri().path());
+    ApiError::status(StatusCode::NOT_FOUND, format!("there is no {path}"))
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let message = format!("{} is not a method of this path", request.method());
+    ApiError::status(StatusCode::METHOD_NOT_ALLOWED, message)
+}
+
+async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    match &app.options.api_key {
+        Some(key) if !is_authorized(request.headers(), key) => {
+            let message = "the request needs the header Authorization: Bearer KEY with the key of \
+                           this server";
+            let error = ApiError::status(StatusCode::UNAUTHORIZED, message);
+            error.with_code("invalid_api_key").into_response()
+        }
+        _ => next.run(request).await,
+    }
+}
+
+/// Compares all bytes whether or not they are equal, so that the time tells nothing of the key.
+fn is_authorized(headers: &HeaderMap, key: &str) -> bool {
+    let given = headers.get(header::AUTHORIZATION).map_or(&[][..], |value| value.as_bytes());
+    let given = given.strip_prefix(b"Bearer ").unwrap_or(&[]);
+    let differing = given.iter().zip(key.as_bytes()).fold(0, |all, (a, b)| all | (a ^ b));
+    given.len() == key.len() && differing == 0
+}
+
+async fn health(State(app): State<Arc<App>>) -> Response {
+    match app.engine.is_ready() {
+        true => Json(json!({"status": "ok"})).into_response(),
+        false => {
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            (status, Json(json!({"status": "stopping"}))).into_response()
+        }
+    }
+}
+
+async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Json, ApiError> {
+    let model = json!({
+        "id": app.name, "object": "model", "created": 0, "owned_by": "kv-serve",
+        "max_model_len": app.engine.room(), "cache": app.cache,
+    });
+    match request.uri().path().strip_prefix("/v1/models/") {
+        None => Ok(Json(json!({"object": "list", "data": [model]}))),
+        Some(name) => {
+            app.check_model(Some(name))?;
+            Ok(Json(model))
+        }
+    }
+}
+
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], app.metrics.text()).into_response()
+}

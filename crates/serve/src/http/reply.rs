@@ -1,0 +1,159 @@
+//! Turns the updates of a text into pieces of a response.
+
+use std::{sync::Arc, time::Duration};
+
+use kv_models::generate::StopStrings;
+use tokio::{
+    sync::mpsc::{Receiver, Sender, UnboundedReceiver, channel},
+    time::timeout,
+};
+
+use super::{app::App, error::ApiError};
+use crate::engine::{End, Scored, Update};
+
+/// A part of one choice.
+#[derive(Debug)]
+pub(super) struct Piece {
+    /// The number of the choice.
+    pub(super) index: usize,
+    /// The text that follows the earlier pieces; empty while a character is incomplete.
+    pub(super) text: String,
+    /// The tokens of the text, if log-probabilities were requested.
+    pub(super) tokens: Vec<Scored>,
+    /// The number of generated tokens that the piece adds.
+    pub(super) n_tokens: usize,
+    /// The tokens of the prompt that a stored prefix had, in the last piece.
+    pub(super) prefix_tokens: usize,
+    /// Set in the last piece.
+    pub(super) finish: Option<Finish>,
+}
+
+/// The reason why a choice ended.
+#[derive(Clone, Debug)]
+pub(super) enum Finish {
+    Stop,
+    Length,
+    Failed(ApiError),
+}
+
+impl Finish {
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Failed(_) => "error",
+        }
+    }
+}
+
+/// The pieces that wait for a slow client before the text waits, too.
+const AHEAD: usize = 16;
+/// The longest time that a piece waits for a slow client.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The pieces of all choices of a request, as they arrive.
+#[derive(Debug)]
+pub(super) struct Pieces {
+    receiver: Receiver<Piece>,
+    going: usize,
+}
+
+impl Pieces {
+    /// Decodes the updates of each choice in a task of its own. The tasks end when this is dropped,
+    /// and with them the texts.
+    pub(super) fn new(
+        app: &Arc<App>,
+        choices: Vec<UnboundedReceiver<Update>>,
+        stops: &StopStrings,
+    ) -> Self {
+        let (to, receiver) = channel(AHEAD);
+        let going = choices.len();
+        for (index, updates) in choices.into_iter().enumerate() {
+            let choice = Choice { index, to: to.clone(), app: app.clone(), stops: stops.clone() };
+            tokio::spawn(choice.run(updates));
+        }
+        Self { receiver, going }
+    }
+
+    /// Returns the next piece; `None` after the last of all choices.
+    pub(super) async fn next(&mut self) -> Option<Piece> {
+        if self.going == 0 {
+            return None;
+        }
+        let piece = self.receiver.recv().await?;
+        self.going -= usize::from(piece.finish.is_some());
+        Some(piece)
+    }
+}
+
+struct Choice {
+    index: usize,
+    to: Sender<Piece>,
+    app: Arc<App>,
+    stops: StopStrings,
+}
+
+impl Choice {
+    async fn run(mut self, mut updates: UnboundedReceiver<Update>) {
+        let app = self.app.clone();
+        let mut stream = app.tokenizer.stream();
+        loop {
+            let (text, tokens, n_tokens, finish) = match updates.recv().await {
+                Some(Update::Prompt(scores)) => (String::new(), scores, 0, None),
+                // As in vLLM, it counts as a token, and has a log-probability.
+                Some(Update::Eos(token)) => (String::new(), vec![token], 1, None),
+                Some(Update::Token(token)) => match stream.push(token.id) {
+                    Ok(text) => {
+                        let text = self.stops.push(&text);
+                        let finish = self.stops.found().map(|_| Finish::Stop);
+                        (text, vec![token], 1, finish)
+                    }
+                    Err(error) => {
+                        let error = ApiError::internal(error.to_string());
+                        (String::new(), vec![], 0, Some(Finish::Failed(error)))
+                    }
+                },
+                Some(Update::End { end, prefix_tokens }) => {
+                    let mut rest = self.stops.push(&stream.finish().unwrap_or_default());
+                    rest += &self.stops.finish();
+                    let finish = match end {
+                        _ if self.stops.found().is_some() => Finish::Stop,
+                        End::Eos => Finish::Stop,
+                        End::Length => Finish::Length,
+                        End::Deadline => Finish::Failed(ApiError::status(
+                            axum::http::StatusCode::GATEWAY_TIMEOUT,
+                            "the deadline of the request has passed",
+                        )),
+                        End::Failed(why) => Finish::Failed(ApiError::internal(why)),
+                    };
+                    let index = self.index;
+                    let piece = Piece {
+                        index,
+                        text: rest,
+                        tokens: vec![],
+                        n_tokens: 0,
+                        prefix_tokens,
+                        finish: Some(finish),
+                    };
+                    self.send(piece).await;
+                    return;
+                }
+                None => {
+                    let error = ApiError::internal("the engine has ended");
+                    (String::new(), vec![], 0, Some(Finish::Failed(error)))
+                }
+            };
+            let ends = finish.is_some();
+            let piece =
+                Piece { index: self.index, text, tokens, n_tokens, prefix_tokens: 0, finish };
+            if !self.send(piece).await || ends {
+                return;
+            }
+        }
+    }
+
+    /// Sends a piece. Returns `false` if the client has gone, or takes no more pieces.
+    async fn send(&self, piece: Piece) -> bool {
+        timeout(PATIENCE, self.to.send(piece)).await.is_ok_and(|sent| sent.is_ok())
+    }
+}

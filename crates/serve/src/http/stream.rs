@@ -1,0 +1,116 @@
+//! What all responses have around their choices, and responses as server-sent events.
+
+use std::{convert::Infallible, sync::Arc, time::SystemTime};
+
+use axum::response::{
+    IntoResponse, Response, Sse,
+    sse::{Event, KeepAlive},
+};
+use serde_json::{Value, json};
+use tokio::sync::mpsc::channel;
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::{
+    app::App,
+    params::StreamOptions,
+    reply::{Finish, Piece, Pieces},
+};
+
+/// The tokens of a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Usage {
+    pub(super) prompt: usize,
+    pub(super) completion: usize,
+    /// The tokens of prompts that stored prefixes had.
+    pub(super) cached: usize,
+}
+
+impl Usage {
+    /// Counts the tokens of a piece.
+    pub(super) fn add(&mut self, piece: &Piece) {
+        self.completion += piece.n_tokens;
+        self.cached += piece.prefix_tokens;
+    }
+
+    fn json(self) -> Value {
+        let Self { prompt, completion, cached } = self;
+        json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        })
+    }
+}
+
+/// The fields around the choices of a response.
+#[derive(Clone, Debug)]
+pub(super) struct Envelope {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: String,
+}
+
+impl Envelope {
+    pub(super) fn new(app: &App, prefix: &str, object: &'static str) -> Self {
+        let id = format!("{prefix}-{:032x}", rand::random::<u128>());
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let created = since.map_or(0, |since| since.as_secs());
+        Self { id, object, created, model: app.name.clone() }
+    }
+
+    pub(super) fn with(&self, choices: Vec<Value>, usage: Option<Usage>) -> Value {
+        let Self { id, object, created, model } = self;
+        let mut all = json!({
+            "id": id, "object": object, "created": created, "model": model, "choices": choices,
+        });
+        if let Some(usage) = usage {
+            all["usage"] = usage.json();
+        }
+        all
+    }
+}
+
+/// The events that wait for a slow client.
+const AHEAD: usize = 16;
+
+/// Returns a response that sends an event for each of the choices that `render` makes of a piece.
+/// When the client goes away, the texts end.
+pub(super) fn respond(
+    app: Arc<App>,
+    envelope: Envelope,
+    mut pieces: Pieces,
+    mut usage: Usage,
+    options: StreamOptions,
+    mut render: impl FnMut(&App, &Piece) -> Vec<Value> + Send + 'static,
+) -> Response {
+    let (to, events) = channel::<Result<Event, Infallible>>(AHEAD);
+    let send = async move {
+        while let Some(piece) = pieces.next().await {
+            usage.add(&piece);
+            if let Some(Finish::Failed(error)) = &piece.finish {
+                let event = Event::default().data(error.json().to_string());
+                let _ = to.send(Ok(event)).await;
+                return;
+            }
+            let held_back = piece.text.is_empty() && piece.tokens.is_empty();
+            if held_back && piece.finish.is_none() {
+                continue;
+            }
+            for choice in render(&app, &piece) {
+                let data = envelope.with(vec![choice], None).to_string();
+                if to.send(Ok(Event::default().data(data))).await.is_err() {
+                    return;
+                }
+            }
+        }
+        if options.include_usage {
+            let data = envelope.with(vec![], Some(usage)).to_string();
+            let _ = to.send(Ok(Event::default().data(data))).await;
+        }
+        let _ = to.send(Ok(Event::default().data("[DONE]"))).await;
+    };
+    tokio::spawn(send);
+    Sse::new(ReceiverStream::new(events)).keep_alive(KeepAlive::default()).into_response()
+}
