@@ -169,6 +169,7 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
             api_key: cli.api_key.clone(),
             max_body: usize::try_from(cli.max_body.0).unwrap_or(usize::MAX),
             timeout: Duration::from_secs(cli.timeout),
+            is_local: cli.host.is_loopback(),
             ..ServerOptions::default()
         },
     });

@@ -19,13 +19,16 @@ pub struct ServerOptions {
     pub timeout: Duration,
     /// The most connections at a time.
     pub connections: usize,
+    /// Set if the server listens on a loopback address. Requests must then name it by an address or
+    /// as `localhost`, so that no other name can be made to point to it.
+    pub is_local: bool,
 }
 
 impl Default for ServerOptions {
-    /// Returns no key, bodies of up to 8 MiB, 10 minutes, and 1024 connections.
+    /// Returns no key, bodies of up to 8 MiB, 10 minutes, 1024 connections, and any name.
     fn default() -> Self {
         let timeout = Duration::from_secs(600);
-        Self { api_key: None, max_body: 8 << 20, timeout, connections: 1024 }
+        Self { api_key: None, max_body: 8 << 20, timeout, connections: 1024, is_local: false }
     }
 }
 

@@ -13,7 +13,7 @@ mod serve;
 mod stream;
 mod tokenize;
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     Router,
@@ -44,7 +44,8 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/tokenizer_info", get(tokenize::info))
         .route("/metrics", get(metrics))
         .layer(from_fn_with_state(app.clone(), authorize));
-    open.merge(closed).fallback(unknown).method_not_allowed_fallback(wrong_method).with_state(app)
+    let all = open.merge(closed).fallback(unknown).method_not_allowed_fallback(wrong_method);
+    all.layer(from_fn_with_state(app.clone(), refuse_other_sites)).with_state(app)
 }
 
 /// Returns the page to chat with the model and to watch the server.
@@ -60,6 +61,40 @@ async fn unknown(request: Request) -> ApiError {
 async fn wrong_method(request: Request) -> ApiError {
     let message = format!("{} is not a method of this path", request.method());
     ApiError::status(StatusCode::METHOD_NOT_ALLOWED, message)
+}
+
+/// Refuses requests that a page of another site makes in the browser of a user.
+async fn refuse_other_sites(
+    State(app): State<Arc<App>>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+    let host = header(header::HOST).unwrap_or("");
+    let refused = |name: &str, value: &str, rule: &str| {
+        ApiError::field(name, value, rule).with_status(StatusCode::FORBIDDEN)
+    };
+    if app.options.is_local && !is_local(host) {
+        let rule = "this server listens on a loopback address; call it localhost or by its address";
+        return Err(refused("header host", host, rule));
+    }
+    let origin = header(header::ORIGIN).unwrap_or("");
+    let site = origin.split_once("://").map_or(origin, |(_, site)| site);
+    if app.options.api_key.is_none() && !origin.is_empty() && site != host {
+        let rule = "pages of other sites need a server with --api-key";
+        return Err(refused("header origin", origin, rule));
+    }
+    Ok(next.run(request).await)
+}
+
+/// Returns whether a host is an address or `localhost`, with or without a port.
+fn is_local(host: &str) -> bool {
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|digit| digit.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let address = name.trim_start_matches('[').trim_end_matches(']');
+    name == "localhost" || address.parse::<IpAddr>().is_ok()
 }
 
 async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {

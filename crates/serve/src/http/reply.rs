@@ -80,10 +80,22 @@ impl Pieces {
         if self.going == 0 {
             return None;
         }
-        let piece = self.receiver.recv().await?;
+        let Some(piece) = self.receiver.recv().await else {
+            // The task of a choice has ended without its last piece.
+            self.going = 0;
+            let error = ApiError::internal("a choice has ended without its last token");
+            let (index, text, tokens) = (0, String::new(), vec![]);
+            let finish = Some(Finish::Failed(error));
+            return Some(Piece { index, text, tokens, n_tokens: 0, prefix_tokens: 0, finish });
+        };
         self.going -= usize::from(piece.finish.is_some());
         Some(piece)
     }
+}
+
+/// Returns a token if its log-probability was requested.
+fn requested(token: Scored) -> Vec<Scored> {
+    if token.logprob.is_some() { vec![token] } else { vec![] }
 }
 
 struct Choice {
@@ -101,12 +113,12 @@ impl Choice {
             let (text, tokens, n_tokens, finish) = match updates.recv().await {
                 Some(Update::Prompt(scores)) => (String::new(), scores, 0, None),
                 // As in vLLM, it counts as a token, and has a log-probability.
-                Some(Update::Eos(token)) => (String::new(), vec![token], 1, None),
+                Some(Update::Eos(token)) => (String::new(), requested(token), 1, None),
                 Some(Update::Token(token)) => match stream.push(token.id) {
                     Ok(text) => {
                         let text = self.stops.push(&text);
                         let finish = self.stops.found().map(|_| Finish::Stop);
-                        (text, vec![token], 1, finish)
+                        (text, requested(token), 1, finish)
                     }
                     Err(error) => {
                         let error = ApiError::internal(error.to_string());

@@ -94,8 +94,8 @@ pub(super) fn respond(
                 let _ = to.send(Ok(event)).await;
                 return;
             }
-            let held_back = piece.text.is_empty() && piece.tokens.is_empty();
-            if held_back && piece.finish.is_none() {
+            // An incomplete character is held back.
+            if piece.text.is_empty() && piece.tokens.is_empty() && piece.finish.is_none() {
                 continue;
             }
             for choice in render(&app, &piece) {

@@ -101,3 +101,34 @@ fn keys_are_checked() {
     // A balancer asks for the health without a key.
     assert_eq!(server.get("/health", "").status, 200);
 }
+
+/// A page of another site can neither use the server nor give it a name of its own.
+#[test]
+fn other_sites_are_refused() {
+    let mut settings = Settings::default();
+    settings.server.is_local = true;
+    let mut server = Server::new(settings);
+    let status = |server: &Server, host: &str, origin: &str| {
+        let origin = match origin {
+            "" => String::new(),
+            origin => format!("origin: {origin}\r\n"),
+        };
+        server.get_from(host, "/v1/models", &origin).status
+    };
+    for host in ["localhost", "localhost:80", "127.0.0.1:8080", "[::1]:80", "[::1]"] {
+        assert_eq!(status(&server, host, ""), 200, "{host}");
+        assert_eq!(status(&server, host, &format!("http://{host}")), 200, "{host}");
+        for origin in ["http://evil.example", "null", "http://localhost:3000"] {
+            assert_eq!(status(&server, host, origin), 403, "{host} {origin}");
+        }
+    }
+    for host in ["evil.example", "evil.example:80", "localhost.evil.example", ""] {
+        assert_eq!(status(&server, host, ""), 403, "{host}");
+    }
+    // With a key, pages of other sites may use it.
+    let mut settings = Settings::default();
+    settings.server.api_key = Some("secret".into());
+    server = Server::new(settings);
+    let headers = "origin: http://other.example\r\nauthorization: Bearer secret\r\n";
+    assert_eq!(server.get("/v1/models", headers).status, 200);
+}

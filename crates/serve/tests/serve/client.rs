@@ -127,9 +127,14 @@ impl Server {
     }
 
     pub(crate) fn get(&self, path: &str, headers: &str) -> Response {
+        self.get_from("test", path, headers)
+    }
+
+    /// Requests a path of a server that the client knows as `host`.
+    pub(crate) fn get_from(&self, host: &str, path: &str, headers: &str) -> Response {
         let mut stream = TcpStream::connect(self.address).unwrap();
         let head =
-            format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{headers}\r\n");
+            format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n{headers}\r\n");
         stream.write_all(head.as_bytes()).unwrap();
         Response::read(&mut stream)
     }

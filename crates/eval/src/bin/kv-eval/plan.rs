@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use kv_cli::{
     Backend, MemorySize, ModelSource, NamedFiles, Plain, cache_help, dispatch, exit_on_interrupt,
-    memory_limit, name_of,
+    head_format, memory_limit, name_of,
 };
 use kv_cubecl::{On, Target};
 use kv_eval::planner::{MemoryPlan, Preset, Request, Subject, plan};
@@ -16,10 +16,7 @@ use kv_models::{
     outline,
 };
 
-use crate::{
-    common::head_format,
-    json::{JsonArgs, show},
-};
+use crate::json::{JsonArgs, show};
 
 /// Default context, unless the model has fewer positions.
 const CONTEXT: usize = 4096;
