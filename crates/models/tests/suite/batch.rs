@@ -21,12 +21,17 @@ const BATCH: usize = 8;
 const CACHES: [&str; 2] = ["float", "k4v4-g16-r16-gflush"];
 
 /// Returns ids that differ from text to text.
-fn text(model: &LanguageModel, number: usize, len: usize) -> Vec<u32> {
+pub(crate) fn text(model: &LanguageModel, number: usize, len: usize) -> Vec<u32> {
     let id = |i: usize| ((i * (2 * number + 7) + 31 * number) % model.vocab_size()) as u32;
     (0..len).map(id).collect()
 }
 
-fn cache(model: &LanguageModel, name: &str, batch: usize, device: &Device) -> ModelCache {
+pub(crate) fn cache(
+    model: &LanguageModel,
+    name: &str,
+    batch: usize,
+    device: &Device,
+) -> ModelCache {
     let config: KvCacheConfig = name.parse().unwrap();
     model.new_cache(config.with_capacity(100), batch, device).unwrap()
 }
@@ -173,6 +178,7 @@ fn continued(
                 assert!(generated.ids.starts_with(&received[text]));
                 ended[text] = Some(generated);
             }
+            Event::Failed { text, error } => panic!("text {text}: {error}"),
         }
         assert!(going <= slots, "{going} texts in {slots} slots");
     }
@@ -254,6 +260,7 @@ fn texts_can_be_added_and_stopped_at_any_time() {
             }
             Event::Token { .. } => {}
             Event::End { text, generated } => ended.push((text, generated)),
+            Event::Failed { text, error } => panic!("text {text}: {error}"),
         }
     }
     ended.sort_by_key(|(text, _)| *text);

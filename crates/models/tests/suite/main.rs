@@ -5,6 +5,7 @@
 mod bad_gguf;
 mod bad_input;
 mod batch;
+mod batch_texts;
 mod cache_config;
 mod chat;
 mod common;

@@ -63,28 +63,35 @@ async fn wrong_method(request: Request) -> ApiError {
     ApiError::status(StatusCode::METHOD_NOT_ALLOWED, message)
 }
 
-/// Refuses requests that a page of another site makes in the browser of a user.
 async fn refuse_other_sites(
     State(app): State<Arc<App>>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
-    let host = header(header::HOST).unwrap_or("");
+    check_site(&app, request.headers())?;
+    Ok(next.run(request).await)
+}
+
+/// Refuses requests that a page of another site makes in the browser of a user.
+fn check_site(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
+    let header = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let (host, origin) = (header(header::HOST), header(header::ORIGIN));
     let refused = |name: &str, value: &str, rule: &str| {
-        ApiError::field(name, value, rule).with_status(StatusCode::FORBIDDEN)
+        Err(ApiError::field(name, value, rule).with_status(StatusCode::FORBIDDEN))
     };
     if app.options.is_local && !is_local(host) {
         let rule = "this server listens on a loopback address; call it localhost or by its address";
-        return Err(refused("header host", host, rule));
+        return refused("header host", host, rule);
     }
-    let origin = header(header::ORIGIN).unwrap_or("");
     let site = origin.split_once("://").map_or(origin, |(_, site)| site);
     if app.options.api_key.is_none() && !origin.is_empty() && site != host {
-        let rule = "pages of other sites need a server with --api-key";
-        return Err(refused("header origin", origin, rule));
+        return refused(
+            "header origin",
+            origin,
+            "pages of other sites need a server with --api-key",
+        );
     }
-    Ok(next.run(request).await)
+    Ok(())
 }
 
 /// Returns whether a host is an address or `localhost`, with or without a port.

@@ -213,8 +213,8 @@ impl<'a> Batch<'a> {
         self.events.pop_front()
     }
 
-    /// Prefills one chunk of a prompt, and takes one decode step with all texts in slots. Returns
-    /// whether there was anything to do.
+    /// Prefills one chunk of a prompt. Unless the prompt is complete, then takes one decode step
+    /// with all texts in slots. Returns whether there was anything to do.
     ///
     /// # Errors
     /// Fails for logits that cannot be read, on a GPU for any that are not finite, and for a prefix
@@ -230,7 +230,8 @@ impl<'a> Batch<'a> {
         if let Some(reading) = self.reading.take() {
             self.reading = self.read_chunk(reading)?;
         }
-        let steps = self.slots.iter().any(Option::is_some);
+        // The caller may stop a text at its first token.
+        let steps = self.events.is_empty() && self.slots.iter().any(Option::is_some);
         if steps {
             self.step()?;
         }

@@ -13,7 +13,8 @@ use crate::{
     },
 };
 
-/// An event of one text. Texts are numbered from 0 in the order of [`Batch::push`].
+/// An event of one text. Texts are numbered from 0 in the order of
+/// [`Batch::push`](super::Batch::push).
 #[derive(Debug)]
 pub enum Event {
     /// A token was generated. An end-of-text id causes no event.
@@ -39,7 +40,7 @@ pub enum Event {
     },
 }
 
-/// A text with settings of its own for [`Batch::push_text`].
+/// A text with settings of its own for [`Batch::push_text`](super::Batch::push_text).
 #[derive(Debug)]
 pub struct BatchText {
     /// The ids of the prompt.
@@ -55,7 +56,7 @@ pub struct BatchText {
     pub pick: Box<dyn Pick>,
 }
 
-/// The statistics of all texts of a [`Batch`].
+/// The statistics of all texts of a [`Batch`](super::Batch).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BatchTotals {
     /// Prompt tokens.

@@ -71,7 +71,8 @@ impl<'a> Served<'a> {
         assert_eq!(cache.len(), hit);
         let marks = store.marks(salt, prompt);
         assert!(marks.is_sorted_by(|a, b| a < b), "{marks:?}");
-        let valid = |mark: &usize| *mark > hit && *mark < prompt.len() && mark % self.block == 0;
+        let valid =
+            |mark: &usize| *mark > hit && *mark < prompt.len() && mark.is_multiple_of(self.block);
         assert!(marks.iter().all(valid), "{marks:?} after {hit} of {}", prompt.len());
         let calls = self.append(&mut cache, prompt, reply, |cache| {
             if marks.contains(&cache.len()) {
