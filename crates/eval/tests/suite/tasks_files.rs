@@ -248,5 +248,5 @@ fn damaged_files_do_not_panic() {
             Err(error) => assert!(error.to_string().starts_with("damaged:"), "{error}"),
         }
     }
-    assert!(refused > 500 && encoded > 500, "{refused} refused, {encoded} encoded");
+    assert!(refused > 500 && encoded > 200, "{refused} refused, {encoded} encoded");
 }
