@@ -108,11 +108,14 @@ fn a_profile_agrees_with_benchmarks() {
     let point = |test: &str| points.iter().find(|point| point["test"] == test).unwrap();
     let rate = |test: &str| point(test)["tokens_per_second"]["mean"].as_f64().unwrap();
     let phases = page.table("Phases");
-    for (phase, test, tokens, spans) in
-        [("prefill", "pp256", 256.0, &prompts), ("decode", "tg64", STEPS as f64, &texts)]
-    {
+    // The benchmark also counts the time between spans. Beside other work, this was 5% of the time
+    // of steps that take 0.4 ms.
+    for (phase, test, tokens, spans, most) in [
+        ("prefill", "pp256", 256.0, &prompts, 0.03),
+        ("decode", "tg64", STEPS as f64, &texts, 0.08),
+    ] {
         let found = mean(&mut spans.iter().map(|ms| 1e3 * tokens / ms));
-        near(found, rate(test), 0.03, test);
+        near(found, rate(test), most, test);
         near(number(&phases[phase][1]), spans.iter().sum(), 0.01, phase);
         near(
             number(&phases[phase][5]) * spans.iter().sum::<f64>() / 1e3,
