@@ -1,6 +1,6 @@
 //! Tokens of tasks: [`TaskPlan`].
 //!
-//! The rules are those of `TemplateLM.loglikelihood` and `_encode_pair` in lm-evaluation-harness
+//! Follows `TemplateLM.loglikelihood` and `_encode_pair` in lm-evaluation-harness
 //! (`lm_eval/api/model.py`), and of `_loglikelihood_tokens` in `lm_eval/models/huggingface.py`.
 
 use kv_models::{LanguageModel, ModelCacheConfig, Tokenizer};
@@ -172,7 +172,7 @@ impl<'a> Encoder<'a> {
         Ok((vec![prefix], ids))
     }
 
-    /// Encodes context and continuation together, so that tokens are those of the whole text. The
+    /// Encodes context and continuation together, so that the whole text has the usual tokens. The
     /// tokens of the context alone decide where the continuation begins.
     fn pair(&self, context: &str, continuation: &str) -> Result<(Vec<u32>, Vec<u32>)> {
         // Most tokens of words begin with their space.

@@ -1,4 +1,4 @@
-//! String functions of Python, whose results differ from those of Rust's functions.
+//! String functions that give Python's results, which differ from Rust's.
 
 /// Returns whether Python's `str.isspace` holds for a character. Rust leaves out four separators.
 pub(super) fn is_space(c: char) -> bool {

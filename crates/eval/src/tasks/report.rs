@@ -28,8 +28,8 @@ impl Estimate {
         Self { value, stderr }
     }
 
-    /// Returns the perplexity of continuations with these log-likelihoods. Its standard error is
-    /// that of the mean times the perplexity (the delta method).
+    /// Returns the perplexity of continuations with these log-likelihoods. By the delta method, its
+    /// standard error is the mean's standard error times the perplexity.
     pub fn perplexity(log_likelihoods: &[f64]) -> Self {
         let Self { value, stderr } = Self::mean(log_likelihoods);
         let perplexity = (-value).exp();
@@ -79,8 +79,8 @@ pub struct TaskScore {
     pub over_first: Option<TaskDifference>,
 }
 
-/// The difference of a cache's scores to those of the first cache on the same items. Its standard
-/// errors are those of paired samples.
+/// The difference between a cache and the first cache on the same items, with standard errors of
+/// paired samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TaskDifference {
     /// The difference of `acc`.

@@ -17,7 +17,7 @@ use super::{
     format::{self, constraint},
     json::Json,
     params::{Params, check_logprobs, refuse},
-    reply::{Finish, Piece, Pieces},
+    reply::{Collected, Finish, Piece, Pieces},
     stream::{self, Envelope, Usage},
 };
 use crate::{
@@ -38,14 +38,6 @@ pub(super) struct Request {
     params: Params,
     #[serde(flatten)]
     others: BTreeMap<String, Value>,
-}
-
-/// The parts of a choice that a response without a stream collects.
-#[derive(Default)]
-struct Choice {
-    text: String,
-    tokens: Vec<Scored>,
-    finish: Option<Finish>,
 }
 
 /// Returns the messages as a template reads them: with a role, and with content that is a string.
@@ -157,7 +149,7 @@ pub(super) async fn chat(
         .await?;
     let Prepared { tasks, stops, mut usage, top, reads_calls } = prepared;
     let n = tasks.len();
-    let mut pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
+    let pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
     if params.stream {
         let envelope = Envelope::new(&app, "chatcmpl", "chat.completion.chunk");
         let mut begun = vec![false; n];
@@ -202,19 +194,8 @@ pub(super) async fn chat(
         let options = params.stream_options.unwrap_or_default();
         return Ok(stream::respond(app, envelope, pieces, usage, options, render));
     }
-    let mut choices: Vec<Choice> = vec![];
-    choices.resize_with(n, Choice::default);
-    while let Some(piece) = pieces.next().await {
-        usage.add(&piece);
-        let choice = &mut choices[piece.index];
-        choice.text += &piece.text;
-        choice.tokens.extend(piece.tokens);
-        if let Some(Finish::Failed(error)) = piece.finish {
-            return Err(error);
-        }
-        choice.finish = piece.finish.or(choice.finish.take());
-    }
-    let choice = |(index, choice): (usize, Choice)| {
+    let choices = pieces.collect(|piece| usage.add(piece)).await?;
+    let choice = |(index, choice): (usize, Collected)| {
         let mut message = json!({"role": "assistant", "content": choice.text, "refusal": null});
         let mut finish = choice.finish.as_ref().map(Finish::name);
         if reads_calls {

@@ -17,7 +17,7 @@ use super::{
     format::constraint,
     json::Json,
     params::{Params, check_logprobs, refuse},
-    reply::{Finish, Piece, Pieces},
+    reply::{Collected, Finish, Piece, Pieces},
     stream::{self, Envelope, Usage},
 };
 use crate::engine::{PickOptions, Scored, Task};
@@ -76,14 +76,6 @@ impl Request {
     }
 }
 
-/// The parts of a choice that a response without a stream collects.
-#[derive(Default)]
-struct Choice {
-    text: String,
-    tokens: Vec<Scored>,
-    finish: Option<Finish>,
-}
-
 /// A checked request.
 struct Prepared {
     tasks: Vec<Task>,
@@ -134,7 +126,7 @@ pub(super) async fn complete(
         .await?;
     let Prepared { tasks, stops, mut usage, head, top } = prepared;
     let n = tasks.len();
-    let mut pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
+    let pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
     let envelope = Envelope::new(&app, "cmpl", "text_completion");
     if params.stream {
         let mut offsets = vec![0; n];
@@ -151,22 +143,11 @@ pub(super) async fn complete(
         let options = params.stream_options.unwrap_or_default();
         return Ok(stream::respond(app, envelope, pieces, usage, options, render));
     }
-    let mut choices: Vec<Choice> = vec![];
-    choices.resize_with(n, Choice::default);
+    let mut choices = pieces.collect(|piece| usage.add(piece)).await?;
     for (choice, text) in choices.iter_mut().zip(head) {
-        choice.text = text;
+        choice.text.insert_str(0, &text);
     }
-    while let Some(piece) = pieces.next().await {
-        usage.add(&piece);
-        let choice = &mut choices[piece.index];
-        choice.text += &piece.text;
-        choice.tokens.extend(piece.tokens);
-        if let Some(Finish::Failed(error)) = piece.finish {
-            return Err(error);
-        }
-        choice.finish = piece.finish.or(choice.finish.take());
-    }
-    let choice = |(index, choice): (usize, Choice)| {
+    let choice = |(index, choice): (usize, Collected)| {
         let logprobs = top.map(|_| logprobs(&app, &choice.tokens, &mut 0));
         json!({
             "index": index, "text": choice.text, "logprobs": logprobs,

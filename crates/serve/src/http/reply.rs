@@ -46,6 +46,14 @@ impl Finish {
     }
 }
 
+/// All pieces of one choice.
+#[derive(Debug, Default)]
+pub(super) struct Collected {
+    pub(super) text: String,
+    pub(super) tokens: Vec<Scored>,
+    pub(super) finish: Option<Finish>,
+}
+
 /// The pieces that wait for a slow client before the text waits, too.
 const AHEAD: usize = 16;
 /// The longest time that a piece waits for a slow client.
@@ -90,6 +98,26 @@ impl Pieces {
         };
         self.going -= usize::from(piece.finish.is_some());
         Some(piece)
+    }
+
+    /// Waits for all choices. `count` gets every piece.
+    pub(super) async fn collect(
+        mut self,
+        mut count: impl FnMut(&Piece),
+    ) -> Result<Vec<Collected>, ApiError> {
+        let mut choices: Vec<Collected> = vec![];
+        choices.resize_with(self.going, Collected::default);
+        while let Some(piece) = self.next().await {
+            count(&piece);
+            let choice = &mut choices[piece.index];
+            choice.text += &piece.text;
+            choice.tokens.extend(piece.tokens);
+            if let Some(Finish::Failed(error)) = piece.finish {
+                return Err(error);
+            }
+            choice.finish = piece.finish;
+        }
+        Ok(choices)
     }
 }
 

@@ -28,9 +28,9 @@ use crate::{
   kv-eval tasks -m SmolLM2-135M.gguf --task hellaswag.jsonl --task arc.jsonl --limit 200
   kv-eval tasks -m owner/name --task mine.jsonl --format choices --items items.jsonl --json -
 
-Formats are those of the data sets HellaSwag, ARC, PIQA and LAMBADA on the Hugging Face hub, and
+Files have the format of HellaSwag, ARC, PIQA or LAMBADA on the Hugging Face hub, or
 {\"context\": .., \"choices\": [..], \"gold\": 0} and {\"context\": .., \"continuation\": ..}.
-Scores are those of lm-evaluation-harness without examples in the context (--num_fewshot 0).")]
+Scores equal lm-evaluation-harness's without examples in the context (--num_fewshot 0).")]
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,

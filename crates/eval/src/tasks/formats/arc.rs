@@ -1,6 +1,6 @@
 //! ARC (Clark et al., 2018), as in the data set `allenai/ai2_arc`.
 //!
-//! The rules are those of `lm_eval/tasks/arc` in lm-evaluation-harness.
+//! Follows `lm_eval/tasks/arc` in lm-evaluation-harness.
 
 use super::{Format, choices};
 use crate::tasks::{

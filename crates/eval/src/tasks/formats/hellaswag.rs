@@ -1,6 +1,6 @@
 //! HellaSwag (Zellers et al., 2019), as in the data set `Rowan/hellaswag`.
 //!
-//! The rules are those of `lm_eval/tasks/hellaswag` in lm-evaluation-harness.
+//! Follows `lm_eval/tasks/hellaswag` in lm-evaluation-harness.
 
 use super::{Format, choices};
 use crate::tasks::{

@@ -1,6 +1,6 @@
 //! LAMBADA (Paperno et al., 2016), as in the data set `EleutherAI/lambada_openai`.
 //!
-//! The rules are those of `lm_eval/tasks/lambada` in lm-evaluation-harness.
+//! Follows `lm_eval/tasks/lambada` in lm-evaluation-harness.
 
 use super::Format;
 use crate::tasks::{

@@ -1,6 +1,6 @@
 //! PIQA (Bisk et al., 2020), as in the data set `baber/piqa`.
 //!
-//! The rules are those of `lm_eval/tasks/piqa` in lm-evaluation-harness.
+//! Follows `lm_eval/tasks/piqa` in lm-evaluation-harness.
 
 use super::{Format, choices, not_empty};
 use crate::tasks::{
