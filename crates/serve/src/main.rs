@@ -11,8 +11,8 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use kv_cli::{
-    MemoryRequest, MemorySize, ModelArgs, Plain, Screen, ThreadArgs, Weights, cache_help, dispatch,
-    exit_interrupted, note, on_interrupt,
+    MemoryRequest, MemorySize, ModelArgs, Plain, Screen, ThreadArgs, Weights, cache_help,
+    check_folder, dispatch, exit_interrupted, note, on_interrupt,
     source::{self, Source},
     start,
 };
@@ -108,6 +108,9 @@ fn main() -> ExitCode {
 fn run_on<T: Target>(cli: &Cli) -> Result<()> {
     if cli.api_key.as_deref().is_some_and(str::is_empty) {
         bail!("api-key: must not be empty");
+    }
+    if let Some(folder) = &cli.prefix_folder {
+        check_folder("prefix-folder", folder)?;
     }
     if !cli.host.is_loopback() && cli.api_key.is_none() {
         note(
