@@ -29,6 +29,11 @@ pub struct ModelSource {
 }
 
 impl ModelSource {
+    /// Names a model in the same way as the argument.
+    pub fn of(model: &str) -> Self {
+        Self { model: model.into(), revision: None }
+    }
+
     /// Returns the path of the model on this machine, after a download if necessary. Downloads stay
     /// in the hub's cache.
     ///

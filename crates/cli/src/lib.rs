@@ -12,6 +12,7 @@ mod overwrite;
 mod progress;
 mod signals;
 pub mod source;
+mod speculate;
 mod start;
 mod threads;
 
@@ -26,5 +27,6 @@ pub use output::{OutFile, Screen, check_folder, note, notes, uninterrupted};
 pub use overwrite::NamedFiles;
 pub use progress::{count_bar, load_bar, token_bar};
 pub use signals::{INTERRUPTED, exit_interrupted, exit_on_interrupt, on_interrupt};
+pub use speculate::SpeculateArgs;
 pub use start::{command_line, error_line, once, start};
 pub use threads::ThreadArgs;

@@ -137,6 +137,26 @@ impl MemoryBudget {
         Self { limit, weights: Rc::default(), used: Rc::default() }
     }
 
+    /// Returns the bytes that the plan of the load leaves, as far as they are known.
+    pub fn left(&self) -> Option<u64> {
+        self.limit.total.map(|total| total.saturating_sub(self.used.get().at_load))
+    }
+
+    /// Adds the plan of another model's load, which used the [rest](Self::rest).
+    pub(crate) fn add(&self, other: &Self) {
+        let more = other.used.get().at_load;
+        self.change(|used| used.at_load += more);
+    }
+
+    /// Returns the budget of another model beside this one.
+    #[must_use]
+    pub fn rest(&self) -> Self {
+        let mut limit = self.limit.clone();
+        limit.total = self.left();
+        limit.source = format!("the rest of {}", limit.source);
+        Self::new(limit)
+    }
+
     /// Checks that a cache fits, before it is allocated.
     ///
     /// # Errors

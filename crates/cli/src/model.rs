@@ -9,7 +9,7 @@ use kv_models::{
 use crate::{Backend, MemorySize, ModelSource, loading::MemoryBudget, memory_limit};
 
 /// The model, and the backend that runs it.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct ModelArgs {
     #[command(flatten)]
     /// The files of the model.

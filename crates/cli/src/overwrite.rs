@@ -44,6 +44,16 @@ impl<'a> NamedFiles<'a> {
         self
     }
 
+    /// Adds a model that the argument `name` may have the command read.
+    #[must_use]
+    pub fn reads_models(
+        self,
+        name: &'static str,
+        paths: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        paths.into_iter().fold(self, |files, path| files.reads_model(name, path))
+    }
+
     /// Adds a file that the argument `name` has the command write.
     #[must_use]
     pub fn writes(mut self, name: &'static str, path: Option<&'a Path>) -> Self {

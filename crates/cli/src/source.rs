@@ -45,17 +45,40 @@ pub fn load(
     request: MemoryRequest,
     device: &Device,
 ) -> Result<(Source, MemoryBudget)> {
+    load_within(args, weights, request, args.memory_budget(device), device)
+}
+
+/// Loads a model as [`load`] does, within `budget`.
+///
+/// # Errors
+/// Fails as [`load`] does.
+pub fn load_within(
+    args: &ModelArgs,
+    weights: Weights,
+    request: MemoryRequest,
+    budget: MemoryBudget,
+    device: &Device,
+) -> Result<(Source, MemoryBudget)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
-    let (path, options, budget) =
-        (args.source.find()?, args.options(weights, device), args.memory_budget(device));
+    let (path, options) = (args.source.find()?, args.options(weights, device));
     let loading = Loading::new(request, budget.clone(), device);
     let loaded = once(|| load_observed(&path, device, options, loading))?;
     budget.see(device);
     Ok((with_tokenizer(loaded, args.source.name())?, budget))
 }
 
-/// Loads a model and returns it with its name, with the dtype of its weights unless that is f32,
-/// and the memory budget.
+/// A model for a benchmark.
+#[derive(Debug)]
+pub struct Subject {
+    /// The model.
+    pub model: LanguageModel,
+    /// Its tokenizer, or why it has none.
+    pub tokenizer: kv_models::Result<Tokenizer>,
+    /// The name of its file or folder, with the dtype of its weights unless that is f32.
+    pub name: String,
+}
+
+/// Loads a model for a benchmark if `request` fits the memory budget, which is returned too.
 ///
 /// # Errors
 /// Fails for a model that is not found, cannot be loaded, or does not fit `request`.
@@ -63,12 +86,13 @@ pub fn load_model(
     args: &ModelArgs,
     request: MemoryRequest,
     device: &Device,
-) -> Result<(LanguageModel, String, MemoryBudget)> {
+) -> Result<(Subject, MemoryBudget)> {
     let _phase = trace_span!(target: PHASE, "load").entered();
     let (options, budget) = (args.options(Weights::Packed, device), args.memory_budget(device));
     let loading = Loading::new(request, budget.clone(), device);
     let path = args.source.find()?;
-    let Loaded { model, notes, .. } = once(|| load_observed(path, device, options, loading))?;
+    let Loaded { model, tokenizer, notes, .. } =
+        once(|| load_observed(path, device, options, loading))?;
     print_notes(&notes);
     let head = args.head.map_or(String::new(), |format| format!(", head {format}"));
     let name = format!("{}{head}", args.source.name());
@@ -81,7 +105,7 @@ pub fn load_model(
         (WeightDtype::F32, None) => name,
         (dtype, None) => format!("{name} in {dtype}"),
     };
-    Ok((model, name, budget))
+    Ok((Subject { model, tokenizer, name }, budget))
 }
 
 /// Loads a model and its tokenizer without a check of memory.

@@ -63,7 +63,7 @@ mod zeros;
 pub const READ: &str = "kv::read";
 
 pub use attention::{Attention, AttentionOptions};
-pub use cache::{CacheParts, Counters, FrameCache, KvCache};
+pub use cache::{CacheParts, Counters, Drafted, FrameCache, KvCache};
 pub use config::{Flush, KvCacheConfig};
 pub use error::{Error, Result};
 pub use formats::{CacheFloat, GroupOptions, GroupRange, KvFormat, Tile};

@@ -3,7 +3,7 @@
 use burn::tensor::{Int, Tensor};
 
 use crate::{
-    Attention, AttentionOptions, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result,
+    Attention, AttentionOptions, Drafted, Error, FakeQuantOptions, KvCache, KvCacheConfig, Result,
     RopeTable, functions::shared_values, streaming_attention_latent, streaming_attention_with,
     streaming_attention_with_sinks,
 };
@@ -47,6 +47,11 @@ impl SharedKv {
     /// Describes one token per sequence that a step has appended to the cache.
     pub fn appended(key: Tensor<4>, value: Tensor<4>) -> Self {
         Self { key, value, postponed: false }
+    }
+
+    /// Returns the tokens for [`KvCache::keep`], if the cache does not hold them yet.
+    pub fn drafted(self) -> Drafted {
+        Drafted::postponed(self.key, self.value)
     }
 
     /// Returns the keys and values of the call.
@@ -212,6 +217,34 @@ impl KvMemory<'_> {
             Self::At(cache, position) => cache.attend_last_at(query, position)?,
         };
         with_sinks(attention, sink_logits)
+    }
+
+    /// [`attend_with_sinks`](Self::attend_with_sinks) with tokens that [`KvCache::keep`] may remove
+    /// again.
+    ///
+    /// # Errors
+    /// Fails as [`KvCache::draft`] does, and with [`Error::Unsupported`] without a cache, or at a
+    /// position on the device.
+    pub fn draft(
+        self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        sink_logits: Option<Tensor<1>>,
+    ) -> Result<(Attention, Drafted)> {
+        let (attention, drafted) = match self {
+            Self::Cached(cache) => {
+                let tokens = vec![key.dims()[2]; cache.lens().len()];
+                cache.draft(query, key, value, &tokens)?
+            }
+            Self::Ragged(cache, tokens) => cache.draft(query, key, value, tokens)?,
+            Self::Parallel { .. } | Self::At(..) => {
+                let what = "a draft of a sequence or at a position on the device".to_string();
+                let why = "its tokens could not be removed; use a cache".to_string();
+                return Err(Error::Unsupported { what, why });
+            }
+        };
+        Ok((with_sinks(attention, sink_logits)?, drafted))
     }
 
     /// Appends the tokens of a chunk that [`attend_and_share`](Self::attend_and_share) has not

@@ -52,7 +52,8 @@ pub use error::{Error, Result};
 pub use experts::{ExpertSelection, PackedExperts};
 pub use formats::{GroupSize, WeightFormat};
 pub use functions::{
-    back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_picked,
+    back_project, fuses, gated, lookup, lookup_parts, project, project_fused, project_heads,
+    project_picked,
 };
 pub use fused::{Fused, FusedInputs, FusedPlan, Gate, MaybeFloat, Norm, PartWords};
 pub use layout::PackedLayout;

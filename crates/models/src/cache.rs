@@ -110,6 +110,19 @@ impl ModelCache {
         self.lens().iter().all(|&len| len == self.len())
     }
 
+    /// Returns whether all sequences have the same length, and still do after these numbers of
+    /// tokens.
+    pub(crate) fn is_even_with(&self, tokens: &[usize]) -> bool {
+        self.is_even() && tokens.windows(2).all(|pair| pair[0] == pair[1])
+    }
+
+    /// Returns whether a pass can attend to this cache without appending its tokens, as
+    /// [`LanguageModel::draft`](crate::LanguageModel::draft) does: whether all layers have keys and
+    /// values.
+    pub fn takes_drafts(&self) -> bool {
+        self.layers.iter().all(|layer| matches!(layer, LayerCache::Kv(_)))
+    }
+
     /// Returns whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -85,8 +85,8 @@ pub use error::{Error, Result, one_line};
 pub use family::{ConfigJson, Family, JsonFields};
 pub use footprint::{CacheBytes, MemoryLimit, Usage, most_that_fits};
 pub use generate::{
-    Batch, BatchText, CompileAhead, DecodeGraph, GenerateOptions, Generated, Sampler, Sampling,
-    Steps, generate, ids_to_tensor,
+    Batch, BatchText, CompileAhead, DecodeGraph, DraftModel, GenerateOptions, Generated, Guesses,
+    Sampler, Sampling, Speculate, Steps, generate, ids_to_tensor,
 };
 pub use kv_cubecl;
 pub use kv_sampling;
@@ -98,7 +98,7 @@ pub use load::{
 pub use model::LanguageModel;
 pub use nn::{AttentionObserver, AttentionTrace, KvTrace, TraceKind};
 pub use operation_names::operation_names;
-pub use pass::{Pass, Ropes, SharedTokens};
+pub use pass::{Pass, PendingTokens, Ropes};
 pub use registry::register;
 pub use save::{QuantizeOptions, SaveOptions, check_savable, save, save_quantized};
 pub use shortage::{Advice, Footprint, Shortage, decimal_size};

@@ -3,7 +3,9 @@
 use std::{collections::BTreeMap, fmt};
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use kv_cubecl::{AttentionOptions, FakeQuantOptions, KvMemory, SharedKv, delta::DeltaMemory};
+use kv_cubecl::{
+    AttentionOptions, Drafted, FakeQuantOptions, KvCache, KvMemory, SharedKv, delta::DeltaMemory,
+};
 use tracing::{trace, trace_span};
 
 use crate::{
@@ -44,6 +46,16 @@ pub enum Pass<'a> {
         /// The number of tokens of each sequence.
         tokens: &'a [usize],
     },
+    /// Attends as [`Cached`](Self::Cached) or [`Ragged`](Self::Ragged), with tokens that
+    /// [`PendingTokens::keep`] may remove again.
+    Draft {
+        /// The cache.
+        cache: &'a mut ModelCache,
+        /// The number of tokens of each sequence, at least 2 of one.
+        tokens: &'a [usize],
+        /// Receives what `keep` needs.
+        draft: &'a mut PendingTokens,
+    },
     /// Appends one token to a cache, at a position that is stored on the device.
     At {
         /// The cache.
@@ -81,13 +93,13 @@ impl Pass<'_> {
                 let capacity = config.capacity.min(spec.max_positions);
                 rope.rows(0, seq, seq.max(capacity), device)
             }
-            Self::Cached(cache) | Self::Observed { cache, .. } => {
-                match cache.rope_table(rope, device) {
-                    Some(table) => RopeRows::range(table, cache.len(), seq),
-                    None => rope.rows(cache.len(), seq, cache.room(), device),
-                }
+            Self::Draft { cache, tokens, .. } if cache.is_even_with(tokens) => {
+                range_of(cache, rope, seq, device)
             }
-            Self::Ragged { cache, .. } => {
+            Self::Cached(cache) | Self::Observed { cache, .. } => {
+                range_of(cache, rope, seq, device)
+            }
+            Self::Ragged { cache, .. } | Self::Draft { cache, .. } => {
                 let positions = cache.positions(seq, device);
                 match cache.rope_table(rope, device) {
                     Some(table) => RopeRows::at(table, &positions, seq),
@@ -117,7 +129,7 @@ impl Pass<'_> {
             Self::Cached(cache) | Self::Observed { cache, .. } => {
                 table.rows(cache.len(), seq).unsqueeze()
             }
-            Self::Ragged { cache, .. } => {
+            Self::Ragged { cache, .. } | Self::Draft { cache, .. } => {
                 let positions = cache.positions(seq, &table.device());
                 table.rows_at(&positions).reshape([cache.batch(), seq, hidden])
             }
@@ -150,11 +162,7 @@ impl Pass<'_> {
                     None => memory,
                 }
             }
-            Self::Cached(cache) => match cache.layer_mut(index) {
-                LayerCache::Kv(cache) => KvMemory::Cached(cache).into(),
-                LayerCache::Sparse(cache) => SparsePlace::Cached(cache).into(),
-                LayerCache::Delta(state) => DeltaMemory::Cached(state).into(),
-            },
+            Self::Cached(cache) => cached(cache.layer_mut(index)),
             Self::Observed { cache, observer } => {
                 let (memory, options) = match cache.layer_mut(index) {
                     LayerCache::Kv(cache) => {
@@ -170,11 +178,12 @@ impl Pass<'_> {
                 };
                 memory.shown_to(&mut **observer, index, options)
             }
-            Self::Ragged { cache, tokens } => match cache.layer_mut(index) {
-                LayerCache::Kv(cache) => KvMemory::Ragged(cache, tokens).into(),
-                LayerCache::Sparse(cache) => SparsePlace::Ragged(cache, tokens).into(),
-                LayerCache::Delta(state) => DeltaMemory::Ragged(state, tokens).into(),
-            },
+            Self::Draft { cache, tokens, .. } => {
+                let is_even = cache.is_even_with(tokens);
+                let layer = cache.layer_mut(index);
+                if is_even { cached(layer) } else { ragged(layer, tokens) }
+            }
+            Self::Ragged { cache, tokens } => ragged(cache.layer_mut(index), tokens),
             Self::At { cache, position, .. } => match cache.layer_mut(index) {
                 LayerCache::Kv(cache) => KvMemory::At(cache, position).into(),
                 LayerCache::Sparse(cache) => SparsePlace::At(cache, position).into(),
@@ -184,11 +193,41 @@ impl Pass<'_> {
     }
 }
 
-/// The tokens of one pass in caches that several layers share, by the layer that owns the cache.
-#[derive(Debug, Default)]
-pub struct SharedTokens(BTreeMap<usize, Option<SharedKv>>);
+/// Returns the rope rows of `seq` tokens after those of a cache whose sequences are equally long.
+fn range_of(cache: &ModelCache, rope: &Rope, seq: usize, device: &Device) -> RopeRows {
+    match cache.rope_table(rope, device) {
+        Some(table) => RopeRows::range(table, cache.len(), seq),
+        None => rope.rows(cache.len(), seq, cache.room(), device),
+    }
+}
 
-impl SharedTokens {
+/// Returns the memory of a layer that appends the same number of tokens to each sequence.
+fn cached(layer: &mut LayerCache) -> Memory<'_> {
+    match layer {
+        LayerCache::Kv(cache) => KvMemory::Cached(cache).into(),
+        LayerCache::Sparse(cache) => SparsePlace::Cached(cache).into(),
+        LayerCache::Delta(state) => DeltaMemory::Cached(state).into(),
+    }
+}
+
+/// Returns the memory of a layer that appends a different number of tokens to each sequence.
+fn ragged<'a>(layer: &'a mut LayerCache, tokens: &'a [usize]) -> Memory<'a> {
+    match layer {
+        LayerCache::Kv(cache) => KvMemory::Ragged(cache, tokens).into(),
+        LayerCache::Sparse(cache) => SparsePlace::Ragged(cache, tokens).into(),
+        LayerCache::Delta(state) => DeltaMemory::Ragged(state, tokens).into(),
+    }
+}
+
+/// The tokens of one pass that its caches do not hold yet, or may lose again, by the layer that
+/// owns the cache: those of caches that several layers share, and drafted ones.
+#[derive(Clone, Debug, Default)]
+pub struct PendingTokens {
+    shared: BTreeMap<usize, Option<SharedKv>>,
+    drafted: BTreeMap<usize, Option<Drafted>>,
+}
+
+impl PendingTokens {
     /// Returns the memory of layer `index`, as [`Pass::layer`] does, for a model in which layers
     /// share caches. [`append`](Self::append) must follow the last layer.
     ///
@@ -200,13 +239,15 @@ impl SharedTokens {
         spec: &ModelSpec,
         index: usize,
     ) -> Result<Memory<'a>> {
+        let drafted = matches!(pass, Pass::Draft { .. });
         let memory = pass.layer(index);
         match spec.layers[index].shared {
             None if spec.is_shared(index) => {
-                Ok(memory.sharing_with(self.0.entry(index).or_default()))
+                Ok(memory.sharing_with(self.shared.entry(index).or_default()))
             }
+            None if drafted => Ok(memory.drafting(self.drafted.entry(index).or_default())),
             None => Ok(memory),
-            Some(owner) => match self.0.get(&owner) {
+            Some(owner) => match self.shared.get(&owner) {
                 Some(Some(tokens)) => Ok(memory.sharing(tokens)),
                 _ => {
                     let rule = "must be an earlier layer that has attended in the same pass";
@@ -216,26 +257,50 @@ impl SharedTokens {
         }
     }
 
-    /// Appends chunks of tokens to the shared caches. Until then, layers attend to caches without
-    /// them.
+    /// Appends chunks of tokens to the shared caches, or leaves them to the caller who drafted
+    /// them. Until then, layers attend to caches without them.
     ///
     /// # Errors
     /// Fails as [`KvMemory::append_shared`] does.
     pub fn append(self, pass: &mut Pass<'_>) -> Result<()> {
-        for (owner, tokens) in self.0 {
-            let Some(tokens) = tokens else { continue };
-            match pass {
-                Pass::Cached(cache) | Pass::Observed { cache, .. } => {
-                    if let LayerCache::Kv(cache) = cache.layer_mut(owner) {
-                        KvMemory::Cached(cache).append_shared(tokens)?;
-                    }
-                }
-                Pass::Ragged { cache, tokens: added } => {
-                    if let LayerCache::Kv(cache) = cache.layer_mut(owner) {
-                        KvMemory::Ragged(cache, added).append_shared(tokens)?;
-                    }
-                }
-                Pass::Parallel { .. } | Pass::At { .. } => {}
+        match pass {
+            Pass::Cached(cache) | Pass::Observed { cache, .. } => {
+                self.append_to(cache, |cache, tokens| KvMemory::Cached(cache).append_shared(tokens))
+            }
+            Pass::Ragged { cache, tokens: added } => self.append_to(cache, |cache, tokens| {
+                KvMemory::Ragged(cache, added).append_shared(tokens)
+            }),
+            Pass::Draft { draft, .. } => {
+                **draft = self;
+                Ok(())
+            }
+            Pass::Parallel { .. } | Pass::At { .. } => Ok(()),
+        }
+    }
+
+    /// Appends the first `kept[i]` tokens of a [draft](crate::LanguageModel::draft) to each
+    /// sequence `i` of the cache that it attended to.
+    ///
+    /// # Errors
+    /// Fails as [`KvCache::keep`] does.
+    pub fn keep(self, cache: &mut ModelCache, kept: &[usize]) -> Result<()> {
+        let shared = self.shared.into_iter().map(|(owner, it)| (owner, it.map(SharedKv::drafted)));
+        for (owner, drafted) in shared.chain(self.drafted) {
+            if let (Some(drafted), LayerCache::Kv(cache)) = (drafted, cache.layer_mut(owner)) {
+                cache.keep(drafted, kept)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn append_to(
+        self,
+        cache: &mut ModelCache,
+        append: impl Fn(&mut KvCache, SharedKv) -> kv_cubecl::Result<()>,
+    ) -> Result<()> {
+        for (owner, tokens) in self.shared {
+            if let (Some(tokens), LayerCache::Kv(cache)) = (tokens, cache.layer_mut(owner)) {
+                append(cache, tokens)?;
             }
         }
         Ok(())
@@ -257,6 +322,11 @@ impl fmt::Debug for Pass<'_> {
             Self::Ragged { cache, tokens } => {
                 f.debug_struct("Ragged").field("cache", cache).field("tokens", tokens).finish()
             }
+            Self::Draft { cache, tokens, .. } => f
+                .debug_struct("Draft")
+                .field("cache", cache)
+                .field("tokens", tokens)
+                .finish_non_exhaustive(),
             Self::At { cache, .. } => {
                 f.debug_struct("At").field("cache", cache).finish_non_exhaustive()
             }

@@ -33,7 +33,7 @@ use crate::{
     gguf::{GgufNames, Metadata},
     model::LanguageModel,
     nn::{Embedding, Linear, Matrix, Memory, QkNorms, RopeRows, SparseStates, init, soft_capped},
-    pass::{Pass, SharedTokens},
+    pass::{Pass, PendingTokens},
     spec::{LayerSpec, ModelSpec},
 };
 
@@ -320,7 +320,7 @@ impl<L: DecoderLayer> Decoder for DecoderStack<L> {
         let ropes = ropes.to_dtype(x.dtype()); // once for all layers
         let per_layer = self.per_layer.as_ref().map(|it| (it, it.forward(ids.clone(), x.clone())));
         let (ids, mut sparse, mut shared) =
-            (&ids, SparseStates::default(), SharedTokens::default());
+            (&ids, SparseStates::default(), PendingTokens::default());
         let mut x = L::widen(&self.config, x);
         for (index, (layer, spec)) in self.layers.iter().zip(&self.spec.layers).enumerate() {
             let memory = shared.layer(&mut pass, &self.spec, index)?;

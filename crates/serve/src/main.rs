@@ -11,13 +11,13 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use kv_cli::{
-    MemoryRequest, MemorySize, ModelArgs, Plain, Screen, ThreadArgs, Weights, cache_help,
-    check_folder, dispatch, exit_interrupted, note, on_interrupt,
+    MemoryBudget, MemoryRequest, MemorySize, ModelArgs, Plain, Screen, SpeculateArgs, ThreadArgs,
+    Weights, cache_help, check_folder, dispatch, exit_interrupted, note, on_interrupt,
     source::{self, Source},
     start,
 };
 use kv_cubecl::{KvCacheConfig, On, Target};
-use kv_models::{ChatTemplate, ModelCacheConfig};
+use kv_models::{ChatTemplate, ModelCacheConfig, Speculate, decimal_size};
 use kv_serve::{
     App, Engine, EngineOptions, Metrics, ServerOptions, constraint::Constraints, router, serve,
 };
@@ -66,9 +66,10 @@ struct Cli {
     /// Number of texts that may wait for a slot; more are answered with status 429.
     #[arg(long, value_name = "N", default_value_t = 64)]
     queue: usize,
-    /// Memory for stored prefixes of prompts, which are not computed again, such as 4G.
-    #[arg(long, value_name = "SIZE", default_value = "1G")]
-    prefix_memory: MemorySize,
+    /// Memory for stored prefixes of prompts, which are not computed again, such as 4G [default:
+    /// 1G, or half of the memory that is left if that is less].
+    #[arg(long, value_name = "SIZE")]
+    prefix_memory: Option<MemorySize>,
     /// Tokens of a prompt that are prefilled between two decode steps, and of a block of stored
     /// prefixes [default: 256 for large models on the CPU, otherwise 512].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u16).range(1..))]
@@ -92,11 +93,34 @@ struct Cli {
     #[arg(long, value_name = "SIZE", default_value = "8M")]
     max_body: MemorySize,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     threads: ThreadArgs,
 }
 
 /// The default of `--context`, unless the model's limit is less.
 const CONTEXT: usize = 4096;
+
+/// The default of `--prefix-memory`, in bytes, if there is twice as much.
+const PREFIX_BYTES: u64 = 1_000_000_000;
+
+impl Cli {
+    /// Returns the bytes for stored prefixes, which the plan of the model and its caches leaves.
+    fn prefix_bytes(&self, budget: &MemoryBudget) -> Result<usize> {
+        let left = budget.left().unwrap_or(u64::MAX);
+        let bytes = match self.prefix_memory {
+            _ if self.no_prefixes => 0,
+            None => PREFIX_BYTES.min(left / 2),
+            Some(MemorySize(bytes)) if bytes > left => bail!(
+                "prefix-memory: {} is more than the {} that the model and its caches leave",
+                decimal_size(bytes),
+                decimal_size(left)
+            ),
+            Some(MemorySize(bytes)) => bytes,
+        };
+        Ok(usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
+}
 
 fn main() -> ExitCode {
     start(|cli: Cli| {
@@ -136,8 +160,11 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
         generates: true,
         ..MemoryRequest::new(cli.cache.clone(), cli.context.unwrap_or(CONTEXT))
     };
-    let (Source { model, tokenizer, cache, name, .. }, _) =
-        source::load(&cli.on, Weights::Packed, request, &device)?;
+    let (Source { model, tokenizer, cache, name, .. }, budget) =
+        source::load(&cli.on, Weights::Packed, request.clone(), &device)?;
+    let both = (&model, &tokenizer);
+    let speculate =
+        cli.speculate.load(Speculate::Auto, &cli.on, both, &budget, request, &device)?;
     let template = ChatTemplate::of(&tokenizer)?;
     let chosen = cli.cache.clone().or(cache).unwrap_or_else(|| KvCacheConfig::float().into());
     chosen.notes(model.spec()).iter().for_each(note);
@@ -151,12 +178,10 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
     let options = EngineOptions {
         slots: cli.slots.into(),
         queue: cli.queue,
-        prefix_bytes: match cli.no_prefixes {
-            true => 0,
-            false => usize::try_from(cli.prefix_memory.0).unwrap_or(usize::MAX),
-        },
+        prefix_bytes: cli.prefix_bytes(&budget)?,
         prefix_folder: cli.prefix_folder.clone(),
         prefill_chunk: cli.prefill_chunk.map(usize::from),
+        speculate,
     };
     let engine = Engine::start(model, config, (*device).clone(), options, metrics.clone())?;
     let app = Arc::new(App {

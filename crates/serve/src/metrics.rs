@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use kv_models::PrefixStats;
+use kv_models::{Guesses, PrefixStats};
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue, text::encode},
     metrics::{
@@ -52,6 +52,8 @@ pub struct Metrics {
     pub cache_bytes: Gauge,
     /// Bytes that they would take in f16.
     pub cache_f16_bytes: Gauge,
+    guesses: Counter,
+    right_guesses: Counter,
     first_token: Histogram,
     between_tokens: Histogram,
     prefixes: Arc<Mutex<PrefixStats>>,
@@ -70,6 +72,8 @@ impl Default for Metrics {
             active: Gauge::default(),
             cache_bytes: Gauge::default(),
             cache_f16_bytes: Gauge::default(),
+            guesses: Counter::default(),
+            right_guesses: Counter::default(),
             first_token: seconds(19),
             between_tokens: seconds(15),
             prefixes: Arc::default(),
@@ -97,6 +101,12 @@ impl Metrics {
         }
     }
 
+    /// Counts the guesses of a text.
+    pub fn guesses(&self, guesses: Guesses) {
+        self.guesses.inc_by(guesses.verified as u64);
+        self.right_guesses.inc_by(guesses.right as u64);
+    }
+
     /// Sets the contents and the use of the stored prefixes.
     pub fn prefixes(&self, stats: PrefixStats) {
         *self.prefixes.lock().unwrap_or_else(PoisonError::into_inner) = stats;
@@ -109,6 +119,9 @@ impl Metrics {
         registry.register("prompt_tokens", "Tokens of prompts", self.prompt_tokens.clone());
         let help = "Tokens that were generated";
         registry.register("generated_tokens", help, self.generated_tokens.clone());
+        registry.register("guesses", "Tokens that were guessed", self.guesses.clone());
+        let help = "Guesses that were right, and saved a step each";
+        registry.register("right_guesses", help, self.right_guesses.clone());
         registry.register("waiting", "Texts that wait for a slot", self.waiting.clone());
         let help = "Texts that are prefilled or continued";
         registry.register("active", help, self.active.clone());

@@ -6,7 +6,8 @@ use std::time::Instant;
 use burn::tensor::Tensor;
 use kv_cubecl::{On, Target};
 use kv_models::{
-    LanguageModel, ModelCache, ModelCacheConfig, Sampler, Sampling, Steps, ids_to_tensor,
+    Guesses, LanguageModel, ModelCache, ModelCacheConfig, Sampler, Sampling, Speculate, Steps,
+    ids_to_tensor,
     spans::{OPERATION, PHASE},
 };
 use serde::Serialize;
@@ -16,7 +17,7 @@ use super::{model, no_graph_capture, size, wait};
 use crate::{Error, Result};
 
 /// The plan of [`time_llm`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct LlmPlan {
     /// Tokens of a prompt.
     pub prompt: usize,
@@ -29,6 +30,11 @@ pub struct LlmPlan {
     /// Capture steps once and replay them, see [`kv_models::DecodeGraph`]; `None` captures where it
     /// [pays](Steps::graph_capture_pays).
     pub graph_capture: Option<bool>,
+    /// The tokens of caches, prompts and generated texts, whatever the model would pick; filler if
+    /// there are none. Guesses find in it what they would find in a text that the model writes.
+    pub text: Vec<u32>,
+    /// Generate with guesses, too, in turn with generating without.
+    pub speculate: Speculate,
 }
 
 /// Minimum number of generated tokens, because the first ones are slower.
@@ -52,6 +58,11 @@ impl LlmPlan {
             return Err(Error::plan("depths", depths(), "must ascend"));
         }
         let after = self.prompt.max(self.generate);
+        let needed = deepest.saturating_add(after) + 1;
+        if !self.text.is_empty() && self.text.len() < needed {
+            let rule = format!("must have at least {needed} tokens for these depths");
+            return Err(Error::plan("text", self.text.len(), rule));
+        }
         if positions.checked_sub(after).is_none_or(|most| deepest > most) {
             let rule =
                 format!("with {after} more tokens exceeds the model's {positions} positions");
@@ -100,6 +111,8 @@ pub struct LlmPoint {
     pub first_token_seconds: Option<Spread>,
     /// The longest decode step.
     pub longest_step: Option<LongestStep>,
+    /// The guesses of the last repetition, if there were any.
+    pub guesses: Option<Guesses>,
 }
 
 /// The longest decode step, where each step counts with its fastest repetition. It shows how long a
@@ -120,6 +133,7 @@ struct Pass {
     forward: Vec<f64>,
     /// True if a profile had the first step launched and the others replayed.
     first_launched: bool,
+    guesses: Guesses,
 }
 
 /// Times prompts and generation of `model` with each of `caches` in turn in every repetition.
@@ -151,26 +165,37 @@ pub fn time_llm<T: Target>(
         for cache in &mut filled {
             let before = done;
             let _phase = trace_span!(target: PHASE, "fill").entered();
-            done += model::prefill(device, model, cache, depth, |n| progress(before + n))?;
+            let ids = |start, n| plan.ids(start, n, model);
+            done += model::prefill(device, model, cache, depth, ids, |n| progress(before + n))?;
         }
         let mut prompts = vec![Vec::with_capacity(plan.repetitions); caches.len()];
         let mut texts = prompts.clone();
+        let mut guessed = prompts.clone();
         for repetition in 0..=plan.repetitions {
             // In a profile, the first repetition is a phase of its own.
             let _phase = (repetition == 0)
                 .then(|| trace_span!(target: PHASE, "warm_up", n = depth).entered());
-            for ((cache, prompts), texts) in filled.iter().zip(&mut prompts).zip(&mut texts) {
-                let prompt = pass_prompt(device, model, &mut fresh(cache, device)?, plan.prompt)?;
-                let text = generate(device, model, &mut fresh(cache, device)?, plan)?;
-                if repetition > 0 {
-                    prompts.push(prompt);
-                    texts.push(text);
+            for (i, cache) in filled.iter().enumerate() {
+                let prompt = pass_prompt(device, model, &mut fresh(cache, device)?, plan)?;
+                let never = &Speculate::Never;
+                let text = generate(device, model, &mut fresh(cache, device)?, plan, never)?;
+                let keep = |passes: &mut Vec<Vec<_>>, pass| {
+                    if repetition > 0 {
+                        passes[i].push(pass);
+                    }
+                };
+                keep(&mut prompts, prompt);
+                keep(&mut texts, text);
+                if plan.guesses() {
+                    let cache = &mut fresh(cache, device)?;
+                    keep(&mut guessed, generate(device, model, cache, plan, &plan.speculate)?);
                 }
-                done += plan.prompt + plan.generate;
+                done += plan.tokens_of_a_turn();
                 progress(done);
             }
         }
-        for ((config, prompts), texts) in caches.iter().zip(&prompts).zip(&texts) {
+        for (i, config) in caches.iter().enumerate() {
+            let (prompts, texts, guessed) = (&prompts[i], &texts[i], &guessed[i]);
             let point = |test, tokens, passes| {
                 LlmPoint::of(format!("{test}{tokens}"), config.to_string(), depth, tokens, passes)
             };
@@ -183,6 +208,11 @@ pub fn time_llm<T: Target>(
                 longest_step: longest_step(texts, depth),
                 ..point("tg", plan.generate, texts)
             });
+            if let Some(last) = guessed.last() {
+                let test = format!("tg{} {}", plan.generate, plan.speculate);
+                let guesses = Some(last.guesses);
+                points.push(LlmPoint { test, guesses, ..point("tg", plan.generate, guessed) });
+            }
         }
     }
     Ok(points)
@@ -191,9 +221,27 @@ pub fn time_llm<T: Target>(
 impl LlmPlan {
     /// Returns the number of tokens processed with each cache.
     pub fn tokens(&self) -> usize {
-        let once = self.prompt.saturating_add(self.generate);
+        let once = self.tokens_of_a_turn();
         let times = self.repetitions.saturating_add(1).saturating_mul(self.depths.len());
         once.saturating_mul(times).saturating_add(self.depths.last().copied().unwrap_or(0))
+    }
+
+    /// Returns whether texts are generated with guesses, too.
+    fn guesses(&self) -> bool {
+        !matches!(self.speculate, Speculate::Never)
+    }
+
+    fn tokens_of_a_turn(&self) -> usize {
+        let texts = 1 + usize::from(self.guesses());
+        self.prompt.saturating_add(self.generate.saturating_mul(texts))
+    }
+
+    /// Returns `n` tokens from position `start` on.
+    fn ids(&self, start: usize, n: usize, model: &LanguageModel) -> Vec<u32> {
+        match self.text.get(start..start + n) {
+            Some(ids) => ids.to_vec(),
+            None => model::filler(start, n, model.vocab_size()),
+        }
     }
 }
 
@@ -210,6 +258,7 @@ impl LlmPoint {
             forward_tokens_per_second: rates(|pass| pass.forward.iter().sum()),
             first_token_seconds: None,
             longest_step: None,
+            guesses: None,
         }
     }
 }
@@ -238,15 +287,15 @@ fn pass_prompt<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     cache: &mut ModelCache,
-    tokens: usize,
+    plan: &LlmPlan,
 ) -> Result<Pass> {
     let _phase = trace_span!(target: PHASE, "prefill").entered();
     let start = Instant::now();
     let mut last = None;
-    let (first, end) = (cache.len(), cache.len() + tokens);
+    let (first, end) = (cache.len(), cache.len() + plan.prompt);
     while cache.len() < end {
         let chunk = model::PREFILL_CHUNK.min(end - cache.len());
-        let ids = model::filler(cache.len(), chunk, model.vocab_size());
+        let ids = plan.ids(cache.len(), chunk, model);
         let hidden = model.hidden_step(ids_to_tensor(&ids, [1, chunk], device), cache)?;
         last = Some(hidden.narrow(1, chunk - 1, 1));
     }
@@ -255,20 +304,30 @@ fn pass_prompt<T: Target>(
     wait(device)?;
     let forward = vec![start.elapsed().as_secs_f64()];
     pick(logits)?;
-    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward, first_launched: false })
+    let (wall, guesses) = (start.elapsed().as_secs_f64(), Guesses::default());
+    Ok(Pass { wall, forward, first_launched: false, guesses })
 }
 
-/// Generates tokens greedily.
+/// Generates tokens greedily, or those of the plan's text.
 fn generate<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     cache: &mut ModelCache,
     plan: &LlmPlan,
+    speculate: &Speculate,
 ) -> Result<Pass> {
-    let mut id = model::filler(cache.len(), 1, model.vocab_size())[0];
+    let depth = cache.len();
+    let mut id = plan.ids(depth, 1, model)[0];
     let pays = || Steps::graph_capture_pays(model, cache, plan.generate, device);
-    let graph_capture = plan.graph_capture.unwrap_or_else(pays);
-    let mut steps = Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?;
+    let guesses = !matches!(speculate, Speculate::Never);
+    let graph_capture = !guesses && plan.graph_capture.unwrap_or_else(pays);
+    let mut steps = match guesses {
+        false => Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?,
+        true => {
+            let text = plan.ids(0, depth, model);
+            Steps::with_guesses(cache, speculate, &text, Sampling::GREEDY, device)?
+        }
+    };
     wait(device)?;
     let (start, mut forward) = (Instant::now(), Vec::with_capacity(plan.generate));
     for i in 0..plan.generate {
@@ -277,10 +336,12 @@ fn generate<T: Target>(
         steps.step(model, &[id], device)?;
         wait(device)?;
         forward.push(step.elapsed().as_secs_f64());
-        id = steps.pick(&[])?;
+        let picked = steps.pick(&[])?;
+        id = plan.text.get(depth + i + 1).copied().unwrap_or(picked);
     }
     let first_launched = steps.uses_graph_capture() && enabled!(target: OPERATION, Level::TRACE);
-    Ok(Pass { wall: start.elapsed().as_secs_f64(), forward, first_launched })
+    let wall = start.elapsed().as_secs_f64();
+    Ok(Pass { wall, forward, first_launched, guesses: steps.guesses() })
 }
 
 fn pick<const D: usize>(logits: Tensor<D>) -> Result<u32> {
@@ -303,8 +364,12 @@ mod tests {
 
     #[test]
     fn longest_step_is_long_in_all_repetitions() {
-        let pass =
-            |forward: [f64; 5]| Pass { wall: 9.0, forward: forward.into(), first_launched: false };
+        let pass = |forward: [f64; 5]| Pass {
+            wall: 9.0,
+            forward: forward.into(),
+            first_launched: false,
+            guesses: Guesses::default(),
+        };
         // The first repetition was disturbed at its fourth step.
         let passes = [pass([1.0, 2.5, 1.0, 8.0, 1.5]), pass([1.25, 2.0, 1.0, 1.0, 1.0])];
         let expected = LongestStep { tokens: 101, over_median: 2.0 };
@@ -324,9 +389,12 @@ mod tests {
             depths: vec![0, 512],
             repetitions: 2,
             graph_capture: None,
+            text: vec![],
+            speculate: Speculate::Never,
         };
         assert!(plan.check(1024).is_ok());
         for (plan, message) in [
+            (LlmPlan { text: vec![0; 1024], ..plan.clone() }, "text 1024: must have at least 1025"),
             (LlmPlan { generate: 49, ..plan.clone() }, "generate 49: must be at least 50"),
             (LlmPlan { prompt: 0, ..plan.clone() }, "prompt 0: must be at least 1"),
             (LlmPlan { repetitions: 1, ..plan.clone() }, "repetitions 1: must be at least 2"),

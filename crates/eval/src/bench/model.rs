@@ -114,7 +114,7 @@ pub fn time_decode<T: Target>(
             let _phase = trace_span!(target: PHASE, "fill", cache = %subject.cache).entered();
             done += match reader {
                 Some(reader) => fill(device, model, cache, reader, context, progress)?,
-                None => prefill(device, model, cache, context, progress)?,
+                None => prefill(device, model, cache, context, filler_of(model), progress)?,
             };
             let graph_capture = subject.graph_capture;
             running.push(Steps::new(model, cache, graph_capture, Sampling::GREEDY, device)?);
@@ -205,7 +205,9 @@ pub fn time_prefill<T: Target, A>(
         let _phase = trace_span!(target: PHASE, "prefill", cache = %config).entered();
         let mut cache = model.new_cache(config.clone().with_capacity(tokens), 1, device)?;
         let before = done;
-        done += prefill(device, model, &mut cache, tokens, |n| progress(before + n))?;
+        done += prefill(device, model, &mut cache, tokens, filler_of(model), |n| {
+            progress(before + n);
+        })?;
         wait(device)?;
         Ok(start.elapsed().as_secs_f64())
     };
@@ -230,22 +232,30 @@ pub fn time_prefill<T: Target, A>(
     Ok(points)
 }
 
-/// Fills `cache` up to `context` tokens and returns the number of tokens appended.
+/// Fills `cache` up to `context` tokens, which `ids` returns by position and number. Returns the
+/// number of tokens appended.
 pub(super) fn prefill<T: Target>(
     device: &On<T>,
     model: &LanguageModel,
     cache: &mut ModelCache,
     context: usize,
+    ids: impl Fn(usize, usize) -> Vec<u32>,
     mut progress: impl FnMut(usize),
 ) -> Result<usize> {
     let before = cache.len();
     while cache.len() < context {
         let chunk = PREFILL_CHUNK.min(context - cache.len());
-        let ids = filler(cache.len(), chunk, model.vocab_size());
+        let ids = ids(cache.len(), chunk);
         model.hidden_step(ids_to_tensor(&ids, [1, chunk], device), cache)?;
         progress(cache.len() - before);
     }
     Ok(cache.len() - before)
+}
+
+/// Returns filler for [`prefill`].
+fn filler_of(model: &LanguageModel) -> impl Fn(usize, usize) -> Vec<u32> {
+    let vocab = model.vocab_size();
+    move |start, n| filler(start, n, vocab)
 }
 
 /// Fills the sequences of `cache` by copies of `reader`: the last one up to `context` tokens, each
@@ -263,7 +273,7 @@ fn fill<T: Target>(
     for slot in 0..batch {
         let so_far = reader.len() - before;
         let len = context + slot + 1 - batch;
-        prefill(device, model, reader, len, |n| progress(so_far + n))?;
+        prefill(device, model, reader, len, filler_of(model), |n| progress(so_far + n))?;
         cache.admit(slot, reader)?;
     }
     Ok(reader.len() - before)

@@ -33,6 +33,7 @@ mod report;
 mod retrieval;
 mod saved;
 mod shared_caches;
+mod speculate;
 mod stride;
 mod tasks;
 mod tasks_files;

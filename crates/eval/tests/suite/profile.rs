@@ -109,7 +109,8 @@ pub(crate) const AUSTEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../mode
 pub(crate) fn generate(model: &str, page: &str, more: &[&str]) -> Outcome {
     let text = format!("{AUSTEN}/northanger_abbey.txt");
     let mut args = vec!["generate", "--model", model, "--prompt-file", &text, "--no-chat"];
-    args.extend(["--cache", "k4v4-r32", "--profile", page]);
+    // Without guesses, each token is one step.
+    args.extend(["--cache", "k4v4-r32", "--profile", page, "--speculate", "never"]);
     args.extend(more);
     let outcome = kv_eval(&args);
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);

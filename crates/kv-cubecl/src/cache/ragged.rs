@@ -129,6 +129,16 @@ impl KvCache {
         crate::backends::check_attend(&self.layout, query.dims(), len, &query.device())
     }
 
+    /// Returns whether [`attend_ragged`](Self::attend_ragged) appends these numbers of tokens one
+    /// by one.
+    pub(super) fn takes_steps(&self, tokens: &[usize]) -> bool {
+        let longest = tokens.iter().copied().max().unwrap_or(0);
+        match self.is_even() && tokens.iter().all(|&n| n == longest) {
+            true => longest <= 1 || self.suits_steps(longest),
+            false => longest <= FEW,
+        }
+    }
+
     /// Computes [`attend_ragged`](Self::attend_ragged).
     fn attend_each(
         &mut self,
@@ -225,7 +235,7 @@ fn many(tokens: &[usize]) -> impl Iterator<Item = (usize, usize)> {
 
 impl Attention {
     /// Concatenates steps, and pads them with skipped rows to `shape`.
-    fn of_steps(steps: Vec<Self>, shape: [usize; 4], query: &Tensor<4>) -> Self {
+    pub(super) fn of_steps(steps: Vec<Self>, shape: [usize; 4], query: &Tensor<4>) -> Self {
         let [batch, heads, m, width] = shape;
         let rest = m - steps.len();
         let device = (&query.device(), query.dtype());

@@ -176,7 +176,7 @@ impl KvCache {
 
 impl SideLayout {
     /// Splits consecutive tokens into runs whose float rows are adjacent.
-    fn runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
+    pub(super) fn runs(&self, tokens: Range<usize>) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for token in tokens {
             match runs.last_mut() {
@@ -191,7 +191,7 @@ impl SideLayout {
 impl State {
     /// Overwrites the adjacent float rows of consecutive tokens of one sequence and side with
     /// `rows` `[1, n_kv_heads, tokens, head_dim]`.
-    fn put_rows(
+    pub(super) fn put_rows(
         &mut self,
         sequence: usize,
         place: &SideLayout,

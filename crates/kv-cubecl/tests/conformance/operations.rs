@@ -153,7 +153,7 @@ impl<T: Target> Run<'_, T> {
         let mut pool = vec![Pair { cache, sequences: vec![Sequence::default(); batch] }];
         for _ in 0..OPERATIONS {
             let which = self.rng.below(pool.len());
-            let operation = self.rng.below(20);
+            let operation = self.rng.below(23);
             let mut pair = pool[which].clone();
             self.story += &format!(" [{which}: op {operation} on {:?}", pair.cache.lens());
             match operation {
@@ -184,10 +184,11 @@ impl<T: Target> Run<'_, T> {
                     self.admit(&mut pair, other);
                 }
                 16 => self.fork(&mut pair),
-                _ => {
+                17..=19 => {
                     self.truncate(&mut pair);
                     self.grow_ragged(&mut pair, 10);
                 }
+                _ => self.draft(&mut pair),
             }
             self.story += "]";
             check(&pair, &self.config, &self.story);
@@ -288,6 +289,28 @@ impl<T: Target> Run<'_, T> {
             let expected = chunk.expected(&self.config, sequences, &tokens);
             close(&self.story, &Host::of(attention.output), &expected, CLOSE);
         }
+    }
+
+    /// Attends with another number of tokens to each, and keeps some of them.
+    fn draft(&mut self, Pair { cache, sequences }: &mut Pair) {
+        let longest = [3, 8, 20][self.rng.below(3)];
+        let free = |sequence: &Sequence| self.config.capacity - sequence.keys.len();
+        let free: Vec<usize> = sequences.iter().map(free).collect();
+        let tokens: Vec<usize> =
+            free.into_iter().map(|free| self.rng.below(longest + 1).min(free)).collect();
+        let m = tokens.iter().max().unwrap().max(&1) + self.rng.below(2);
+        let kept: Vec<usize> = tokens.iter().map(|&n| self.rng.below(n + 1)).collect();
+        self.story += &format!(", {kept:?} of {tokens:?} of {m}");
+        let mut chunk = Chunk::random(&mut self.rng, sequences.len(), m);
+        chunk.poison_after(&tokens);
+        let [q, k, v] = chunk.on(self.on);
+        let (attention, drafted) = cache.draft(q, k, v, &tokens).unwrap();
+        let mut longer = sequences.clone();
+        chunk.append_to(&mut longer, &tokens);
+        let expected = chunk.expected(&self.config, &longer, &tokens);
+        close(&self.story, &Host::of(attention.output), &expected, CLOSE);
+        cache.keep(drafted, &kept).unwrap();
+        chunk.append_to(sequences, &kept);
     }
 
     /// A sequence removed, and in half of the cases what is left of it overwritten.

@@ -1,4 +1,4 @@
-//! Sequences cut back, as speculative decoding does.
+//! Sequences cut back, and drafts of speculative decoding.
 
 use kv_cubecl::{
     CacheFloat, CacheShape, Error, KvCache, KvCacheConfig, On, QuantizedCounts, Side, Target,
@@ -14,6 +14,7 @@ stamp!(
     quantized_keys_do_not_come_back,
     what_is_cut_back_exactly_never_was_longer,
     lengths_to_cut_back_to_exactly,
+    drafted_tokens_that_are_not_kept_never_were_there,
 );
 
 const NAMES: [&str; 15] = [
@@ -304,4 +305,49 @@ fn lengths_to_cut_back_to_exactly<T: Target>(on: &On<T>) {
             assert_eq!(cache.lens(), [now]);
         }
     }
+}
+
+/// The cache goes on as one that was given only the tokens that are kept, bit for bit.
+fn drafted_tokens_that_are_not_kept_never_were_there<T: Target>(on: &On<T>) {
+    let rng = &mut Rng::new(800);
+    let rounds = if T::NAME == "flex" { 20 } else { 2 };
+    let more = ["float-w20", "k4v4-g16-r16-w40", "kint8vint8-w24", "k4v4-g16-r64", "float-f16"];
+    for (seed, name) in NAMES.into_iter().chain(more).enumerate() {
+        let sizes = [2, 2, 1, 120, 64];
+        let text = Setup::new(name, sizes, 810 + seed as u64);
+        let other = Setup::with(text.config, sizes, 840 + seed as u64);
+        for round in 0..rounds {
+            let now = 1 + rng.below(60);
+            let mut fresh = text.cache(on);
+            attend(&mut fresh, &text.tokens(0..now), &[now], on);
+            let mut drafting = fresh.clone();
+            let n = 1 + rng.below(24);
+            let kept = rng.below(n + 1);
+            let [query, key, value] = text.tokens(now..now + n).on(on);
+            let (_, drafted) = drafting.draft(query, key, value, &[n; 2]).unwrap();
+            drafting.keep(drafted, &[kept; 2]).unwrap();
+            if kept > 0 {
+                attend(&mut fresh, &text.tokens(now..now + kept), &[kept], on);
+            }
+            assert_eq!(drafting.lens(), fresh.lens());
+            let rest = other.tokens(now + kept..120);
+            let sizes = [1, 2, 118 - now - kept - 1];
+            let [got, want] =
+                [drafting, fresh].map(|mut cache| attend(&mut cache, &rest, &sizes, on));
+            let what = format!("{name} round {round}: {kept} of {n} after {now}");
+            equal_bits(what, &got.data, &want.data);
+        }
+    }
+    // What does not fit is refused, and nothing is written.
+    let text = Setup::new("k4v4-g16-r16", [1, 2, 1, 30, 64], 890);
+    let mut cache = KvCache::new(&text.config.with_capacity(20), text.shape(), on).unwrap();
+    attend(&mut cache, &text.tokens(0..15), &[15], on);
+    let before = snapshot(&cache);
+    let [query, key, value] = text.tokens(15..21).on(on);
+    let error = cache.draft(query, key, value, &[6]).map(drop).unwrap_err();
+    assert_eq!(error, Error::SequenceFull { sequence: 0, len: 15, added: 6, capacity: 20 });
+    assert!(snapshot(&cache) == before);
+    let [query, key, value] = text.tokens(15..18).on(on);
+    let (_, drafted) = cache.draft(query, key, value, &[3]).unwrap();
+    assert!(matches!(cache.keep(drafted, &[1, 2]), Err(Error::Shape { op: "keep", .. })));
 }

@@ -1,10 +1,13 @@
 use burn::{
     backend::Dispatch,
-    tensor::{DType, Int, Tensor},
+    tensor::{DType, Int, Tensor, TensorData},
 };
 
-use super::project::check_width;
-use crate::{Activations, Error, ExpertSelection, PackedExperts, Result, WeightOps};
+use super::project::{check, check_width};
+use crate::{
+    Activations, Error, ExpertSelection, PackedExperts, PackedLayout, PackedMatrix, Result,
+    WeightOps, error::invalid,
+};
 
 /// Multiplies activations with the experts picked for each token: one step of a mixture of experts.
 ///
@@ -39,11 +42,57 @@ pub fn project_picked(
         return Ok(Tensor::zeros([n, per_token, rows], (&x.device(), DType::F32)));
     }
     let last = i64::try_from(experts.len() - 1).unwrap_or(i64::MAX);
-    let picked = picked.cast(DType::I32).clamp(0, last).reshape([n * per_token]).into_dispatch();
-    let x = x.reshape([n * of_token, columns]).into_dispatch();
-    let words = experts.words().clone().into_dispatch();
+    let picked = picked.cast(DType::I32).clamp(0, last).reshape([n * per_token]);
+    let x = x.reshape([n * of_token, columns]);
     let picks =
         ExpertSelection { stride: experts.stride(), shared: per_token / of_token, activations };
-    let y = <Dispatch as WeightOps>::packed_picked(x, words, picked, layout, picks);
-    Ok(Tensor::<2>::from_dispatch(y).reshape([n, per_token, rows]))
+    Ok(products(x, experts.words(), picked, layout, picks).reshape([n, per_token, rows]))
+}
+
+/// Multiplies the activations of each head with the rows of that head: `matrix` has equally many
+/// rows for each of them. Records no gradient.
+///
+/// # Shapes
+/// - `x`: `[n, n_heads, columns]`, f32
+/// - output: `[n, n_heads, rows / n_heads]`, f32
+///
+/// # Errors
+/// [`Error::Shape`] for a wrong number of columns. [`Error::Invalid`] if the rows cannot be divided
+/// into heads of whole words. [`Error::Unsupported`] for another type than f32 or for a device
+/// without the operation.
+pub fn project_heads(
+    x: Tensor<3>,
+    matrix: &PackedMatrix,
+    activations: Activations,
+) -> Result<Tensor<3>> {
+    check("project_heads", &x, matrix)?;
+    let ([n, n_heads, columns], all) = (x.dims(), matrix.layout());
+    let bytes = all.bytes().checked_div(n_heads).unwrap_or(0);
+    if !all.rows().is_multiple_of(n_heads) || !bytes.is_multiple_of(size_of::<u32>()) {
+        let rule = format!("must be divided into {n_heads} heads of whole words");
+        return Err(invalid("rows", all.rows(), rule));
+    }
+    let layout = PackedLayout::new(all.format(), [all.rows() / n_heads, columns])?;
+    if n == 0 {
+        return Ok(Tensor::zeros([n, n_heads, layout.rows()], (&x.device(), DType::F32)));
+    }
+    let heads: Vec<i32> = (0..n * n_heads).map(|i| (i % n_heads) as i32).collect();
+    let data = TensorData::new(heads, [n * n_heads]);
+    let picked = Tensor::from_data(data, (&x.device(), DType::I32));
+    let picks = ExpertSelection { stride: layout.words(), shared: 1, activations };
+    let y = products(x.reshape([n * n_heads, columns]), matrix.words(), picked, layout, picks);
+    Ok(y.reshape([n, n_heads, layout.rows()]))
+}
+
+/// Returns the products of rows of `x` with the matrices of these numbers, `[n, rows]`.
+fn products(
+    x: Tensor<2>,
+    words: &Tensor<1, Int>,
+    picked: Tensor<1, Int>,
+    layout: PackedLayout,
+    picks: ExpertSelection,
+) -> Tensor<2> {
+    let (x, words) = (x.into_dispatch(), words.clone().into_dispatch());
+    let picked = picked.into_dispatch();
+    Tensor::from_dispatch(<Dispatch as WeightOps>::packed_picked(x, words, picked, layout, picks))
 }

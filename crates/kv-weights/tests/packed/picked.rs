@@ -1,7 +1,9 @@
 //! Products with picked experts, compared with f64.
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use kv_weights::{Activations, PackedExperts, WeightFormat, project, project_picked};
+use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
+use kv_weights::{
+    Activations, PackedExperts, PackedMatrix, WeightFormat, project, project_heads, project_picked,
+};
 
 use crate::common::{Blocks, Rng, host, matrix, stamp};
 
@@ -9,6 +11,7 @@ stamp!(
     each_pick_is_a_product_with_its_expert,
     picks_out_of_range_select_the_nearest,
     single_experts_are_matrices,
+    heads_have_equal_parts_of_a_matrix,
     mismatched_inputs_are_rejected
 );
 
@@ -102,6 +105,33 @@ fn single_experts_are_matrices(device: &Device) {
     }
     let error = packed.expert(5).unwrap_err().to_string();
     assert_eq!(error, "expert 5: must be below 5, the number of experts");
+}
+
+fn heads_have_equal_parts_of_a_matrix(device: &Device) {
+    let mut rng = Rng::new(1357);
+    // The last matrix is large enough for several threads.
+    for (n, n_heads, rows, columns) in [(1, 1, 2, 32), (3, 5, 6, 96), (1, 24, 64, 256)] {
+        let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [n_heads * rows, columns]);
+        let bytes = Bytes::from_bytes_vec(blocks.bytes.clone());
+        let whole = PackedMatrix::from_bytes(bytes, blocks.format, blocks.shape, device).unwrap();
+        let x = rng.normals(n * n_heads * columns);
+        let input = floats(&x, [n, n_heads, columns], device);
+        let y = project_heads(input, &whole, Activations::Exact).unwrap();
+        assert_eq!(y.dims(), [n, n_heads, rows]);
+        let heads = experts(&blocks, n_heads, device);
+        for (i, products) in host(y).chunks(rows).enumerate() {
+            let x = matrix(&x[i * columns..][..columns], columns, device);
+            let head = heads.expert(i % n_heads).unwrap();
+            for (a, b) in products.iter().zip(host(project(x, &head, Activations::Exact).unwrap()))
+            {
+                assert!((a - b).abs() <= 1e-5 * columns as f32, "head {i}: {a}, not {b}");
+            }
+        }
+        let input = floats(&vec![0.0; 7 * columns], [1, 7, columns], device);
+        let error = project_heads(input, &whole, Activations::Exact).unwrap_err().to_string();
+        let rule = "must be divided into 7 heads of whole words";
+        assert_eq!(error, format!("rows {}: {rule}", n_heads * rows));
+    }
 }
 
 fn mismatched_inputs_are_rejected(device: &Device) {

@@ -22,6 +22,7 @@ mod weights;
 pub(crate) use byte_float::ByteFloat;
 pub(crate) use entry::{BlockSource, Blocks};
 pub(crate) use experts::ExpertRows;
+pub(crate) use latent::OF_HEADS;
 pub(crate) use mapped::{Mapped, Stored};
 pub(crate) use observer::Watcher;
 pub use observer::{LoadObserver, Planned, WeightBytes};

@@ -68,7 +68,7 @@ impl Weights {
         // Experts of floats that are stored transposed are restored, and so are biases of experts.
         let restored =
             entry.tensor.shape.num_dims() > 2 && !self.is_gguf() || name.ends_with("bias");
-        if self.names.is_some_and(|names| names.restores(name)) {
+        if self.names.is_some_and(|names| names.restores(name)) || self.restores_heads(name) {
             return false;
         }
         entry.packed_format().is_some() && (entry.blocks.is_some() || !restored)

@@ -1,10 +1,13 @@
 //! Attention of all heads to one latent row per token.
 
+use std::ops::Range;
+
 use burn::{module::Module, tensor::Tensor};
-use kv_cubecl::Sides;
+use kv_cubecl::{Side, Sides};
 
 use super::Config;
 use crate::{
+    checkpoint::OF_HEADS,
     decoder::Role,
     error::{Error, Result},
     nn::{Linear, RmsNorm, RopeRows, by_rows},
@@ -29,7 +32,8 @@ pub struct LatentAttention {
     /// Norm of the latent row.
     pub latent_norm: RmsNorm,
     /// For each head the rows of its keys without rope, then of its values:
-    /// `[n_heads * (plain_dim + value_dim), latent_rank]`, as floats.
+    /// `[n_heads * (plain_dim + value_dim), latent_rank]`, as floats or the packed matrices of
+    /// heads.
     pub keys_values: Linear,
     /// The output projection, `[hidden, n_heads * value_dim]`.
     pub output: Linear,
@@ -59,8 +63,7 @@ fn qkv(config: &Config) -> [(&'static str, usize); 2] {
 fn keys_values(config: &Config, source: &mut LayerSource<'_>) -> Result<Linear> {
     let rows = Sides { keys: config.qk_nope_head_dim, values: config.v_head_dim };
     let (n_heads, rank) = (config.num_attention_heads, config.kv_lora_rank);
-    let parts =
-        ["k_b_proj", "v_b_proj"].map(|part| source.name(&format!("self_attn.{part}.weight")));
+    let parts = OF_HEADS.map(|part| source.name(part));
     match source.gguf().filter(|weights| weights.contains(&parts[0])) {
         Some(weights) => weights.rows_of_heads(&parts, n_heads, rows, rank),
         None => source.linear(KEYS_VALUES, [n_heads * (rows.keys + rows.values), rank], false),
@@ -134,31 +137,41 @@ impl LatentAttention {
         let latent = latent.reshape([batch, 1, seq, rank]);
         let key = qkv.narrow(2, queries + rank, rotary).reshape([batch, 1, seq, rotary]);
 
-        let plain_query =
-            self.by_heads(query.clone().narrow(3, 0, plain), |w| w.narrow(1, 0, plain));
+        let plain_query = self.by_heads(query.clone().narrow(3, 0, plain), Side::Keys, 0..plain);
         let rotary_query = self.rotated(query.narrow(3, plain, rotary), rope);
         let query = Tensor::cat(vec![plain_query, rotary_query], 3);
         let key = Tensor::cat(vec![latent, self.rotated(key, rope)], 3);
         let rows = memory.attend_latent(query, key, rank)?;
-        let heads = self.by_heads(rows, |w| w.narrow(1, plain, value).swap_dims(1, 2));
+        let heads = self.by_heads(rows, Side::Values, plain..plain + value);
         let heads = heads.swap_dims(1, 2).reshape([batch, seq, n_heads * value]);
         Ok(self.output.forward_added(heads, x))
     }
 
-    /// Multiplies each head by its own part of [`keys_values`](Self::keys_values), which `part`
-    /// takes of the rows of all heads, `[n_heads, plain + value, latent]`.
+    /// Multiplies the queries of each head by its rows of keys in
+    /// [`keys_values`](Self::keys_values), or its attention outputs by its rows of values. `rows`
+    /// are those of the side among the rows of a head.
     ///
     /// # Shapes
-    /// - x: `[batch, n_heads, seq, d_input]`
-    /// - what `part` returns: `[n_heads, d_input, d_output]`
-    /// - output: `[batch, n_heads, seq, d_output]`
-    fn by_heads(&self, x: Tensor<4>, part: impl FnOnce(Tensor<3>) -> Tensor<3>) -> Tensor<4> {
+    /// - x: `[batch, n_heads, seq, plain]`, or for values `[batch, n_heads, seq, latent]`
+    /// - output: `[batch, n_heads, seq, latent]`, or for values `[batch, n_heads, seq, value]`
+    fn by_heads(&self, x: Tensor<4>, side: Side, rows: Range<usize>) -> Tensor<4> {
         let [batch, n_heads, seq, d_input] = x.dims();
-        let [rows, rank] = self.keys_values.weight.dims();
-        let weight = self.keys_values.weight.val();
-        let matrices = part(weight.reshape([n_heads, rows / n_heads, rank]));
+        let weight = &self.keys_values.weight;
+        let _span = weight.read_rows(n_heads * rows.len());
+        if let Some(heads) = weight.heads() {
+            let x = x.swap_dims(1, 2).reshape([batch * seq, n_heads, d_input]);
+            let y = heads.project(x, side);
+            let d_output = y.dims()[2];
+            return y.reshape([batch, seq, n_heads, d_output]).swap_dims(1, 2);
+        }
+        let [all_rows, rank] = weight.dims();
+        let matrices = weight.val().reshape([n_heads, all_rows / n_heads, rank]);
+        let matrices = matrices.narrow(1, rows.start, rows.len());
+        let matrices = match side {
+            Side::Keys => matrices,
+            Side::Values => matrices.swap_dims(1, 2),
+        };
         let d_output = matrices.dims()[2];
-        let _span = self.keys_values.weight.read_rows(n_heads * d_input * d_output / rank);
         let x = x.swap_dims(0, 1).reshape([n_heads, batch * seq, d_input]);
         x.matmul(matrices).reshape([n_heads, batch, seq, d_output]).swap_dims(0, 1)
     }

@@ -6,11 +6,8 @@ use crate::{
     stack::{LLAMA_NAMES, gguf_names},
 };
 
-pub(super) const NAMES: Names = Names {
-    family: "DeepSeek-V3",
-    restored: &["kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"],
-    ..LLAMA_NAMES
-};
+pub(super) const NAMES: Names =
+    Names { family: "DeepSeek-V3", restored: &["kv_b_proj.weight"], ..LLAMA_NAMES };
 
 pub(super) const GGUF: GgufNames = gguf_names(&[
     ("attn_q_a", "self_attn.q_a_proj"),

@@ -5,6 +5,7 @@ mod batch;
 mod graph;
 mod picker;
 mod sampler;
+mod speculate;
 mod steps;
 mod stops;
 
@@ -21,6 +22,7 @@ pub use batch::{Batch, BatchText, BatchTotals, Event};
 pub use graph::DecodeGraph;
 pub use picker::Pick;
 pub use sampler::{Sampler, Sampling};
+pub use speculate::{DraftModel, Guesses, Speculate};
 pub use steps::Steps;
 pub use stops::StopStrings;
 use tracing::trace_span;
@@ -48,11 +50,13 @@ pub struct GenerateOptions {
     /// Use of graph capture for decode steps, see [`DecodeGraph`]; `None` decides by
     /// [`Steps::graph_capture_pays`].
     pub graph_capture: Option<bool>,
+    /// The guesses of the next tokens, which exclude graph capture.
+    pub speculate: Speculate,
 }
 
 impl Default for GenerateOptions {
-    /// Returns 256 tokens, greedy, no end-of-text id, prefill chunks of 512, and graph capture
-    /// where it pays off.
+    /// Returns 256 tokens, greedy, no end-of-text id, prefill chunks of 512, no guesses, and graph
+    /// capture where it pays off.
     fn default() -> Self {
         Self {
             max_tokens: 256,
@@ -60,6 +64,7 @@ impl Default for GenerateOptions {
             eos: BTreeSet::new(),
             prefill_chunk: 512,
             graph_capture: None,
+            speculate: Speculate::Never,
         }
     }
 }
@@ -136,6 +141,8 @@ pub struct Generated {
     pub decode_tokens: usize,
     /// Time from the end of the prefill to the end, including sampling and graph capture.
     pub decode_time: Duration,
+    /// The guesses of tokens.
+    pub guesses: Guesses,
 }
 
 impl Generated {
@@ -151,6 +158,7 @@ impl Generated {
             first_token_time: zero,
             decode_tokens: 0,
             decode_time: zero,
+            guesses: Guesses::default(),
         }
     }
 
@@ -193,6 +201,10 @@ pub fn generate(
     if options.graph_capture == Some(true) && !DecodeGraph::is_supported(device) {
         return Err(steps::no_graph_capture());
     }
+    if options.graph_capture == Some(true) && options.speculate.is_forced() {
+        let rule = "a captured step takes one token; use one of both";
+        return Err(Error::argument("speculate", &options.speculate, rule));
+    }
     cache.check(1, prompt.len())?;
 
     let start = Instant::now();
@@ -222,9 +234,13 @@ pub(crate) fn decode(
 ) -> Result<Generated> {
     let mut out = Generated::new(Stop::MaxTokens);
     let start = Instant::now();
+    let (sampling, speculate) = (options.sampling, &options.speculate);
     let pays = || Steps::graph_capture_pays(model, cache, options.max_tokens, device);
-    let graph_capture = options.graph_capture.unwrap_or_else(pays);
-    let mut steps = Steps::new(model, cache, graph_capture, options.sampling, device)?;
+    let graph_capture = options.graph_capture.unwrap_or_else(|| !speculate.is_forced() && pays());
+    let mut steps = match graph_capture {
+        true => Steps::new(model, cache, true, sampling, device)?,
+        false => Steps::with_guesses(cache, speculate, &text, sampling, device)?,
+    };
     steps.start(logits);
     while out.ids.len() < options.max_tokens {
         let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
@@ -252,6 +268,8 @@ pub(crate) fn decode(
         steps.step(model, &[id], device)?;
         out.decode_tokens += 1;
     }
+    steps.finish()?;
+    out.guesses = steps.guesses();
     out.decode_time = start.elapsed();
     Ok(out)
 }

@@ -3,7 +3,9 @@
 use burn::tensor::{Device, Tensor};
 use kv_sampling::Draw;
 
-use super::{DecodeGraph, Sampling, ids_to_tensor, picker::Picker};
+use super::{
+    DecodeGraph, Guesses, Sampling, Speculate, ids_to_tensor, picker::Picker, speculate::Drafting,
+};
 use crate::{
     cache::ModelCache,
     error::{Error, Result},
@@ -28,6 +30,8 @@ pub struct Steps<'a> {
 enum Way<'a> {
     /// Launches the kernels of every step.
     Launched(&'a mut ModelCache),
+    /// Launches passes over guessed tokens, too.
+    Drafting(Box<Drafting<'a>>),
     /// Replays a captured step.
     Replayed(Box<DecodeGraph<'a>>),
 }
@@ -58,6 +62,27 @@ impl<'a> Steps<'a> {
         }
     }
 
+    /// Prepares steps without graph capture after `text`, whose tokens are in `cache`, with guesses
+    /// of the next tokens. [`finish`](Self::finish) must follow the last step.
+    ///
+    /// # Errors
+    /// Fails for an invalid `sampling`, and where `speculate` asks for guesses that the cache does
+    /// not [take](ModelCache::takes_drafts).
+    pub fn with_guesses(
+        cache: &'a mut ModelCache,
+        speculate: &Speculate,
+        text: &[u32],
+        sampling: Sampling,
+        device: &Device,
+    ) -> Result<Self> {
+        let picker = Picker::new(sampling, device)?;
+        let way = match Drafting::new(speculate, cache, text, device)? {
+            Ok(drafting) => Way::Drafting(Box::new(drafting)),
+            Err(cache) => Way::Launched(cache),
+        };
+        Ok(Self { way, picker, logits: None })
+    }
+
     /// Returns whether graph capture pays off: the device supports it, the model computes no more
     /// with it, and there are enough tokens.
     pub fn graph_capture_pays(
@@ -77,10 +102,11 @@ impl<'a> Steps<'a> {
         matches!(self.way, Way::Replayed(_))
     }
 
-    /// Returns the number of tokens in the cache.
+    /// Returns the number of tokens so far.
     pub fn position(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.len(),
+            Way::Drafting(drafting) => drafting.len(),
             Way::Replayed(graph) => graph.len(),
         }
     }
@@ -89,7 +115,27 @@ impl<'a> Steps<'a> {
     pub fn remaining(&self) -> usize {
         match &self.way {
             Way::Launched(cache) => cache.remaining(),
+            Way::Drafting(drafting) => drafting.remaining(),
             Way::Replayed(graph) => graph.remaining(),
+        }
+    }
+
+    /// Returns the guesses so far.
+    pub fn guesses(&self) -> Guesses {
+        match &self.way {
+            Way::Drafting(drafting) => drafting.guesses(),
+            Way::Launched(_) | Way::Replayed(_) => Guesses::default(),
+        }
+    }
+
+    /// Appends the tokens of the last pass to the cache, if they had been guessed.
+    ///
+    /// # Errors
+    /// Fails as [`PendingTokens::keep`](crate::PendingTokens::keep) does.
+    pub fn finish(&mut self) -> Result<()> {
+        match &mut self.way {
+            Way::Drafting(drafting) => drafting.finish(),
+            Way::Launched(_) | Way::Replayed(_) => Ok(()),
         }
     }
 
@@ -110,6 +156,14 @@ impl<'a> Steps<'a> {
             Way::Launched(cache) => {
                 let logits = model.step(ids_to_tensor(ids, [ids.len(), 1], device), cache)?;
                 let logits = logits.squeeze_dim::<2>(1);
+                self.logits = Some(logits.clone());
+                Ok(logits)
+            }
+            Way::Drafting(drafting) => {
+                let &[id] = ids else {
+                    return Err(Error::argument("ids", ids.len(), "must be one with guesses"));
+                };
+                let logits = drafting.step(model, id, device)?;
                 self.logits = Some(logits.clone());
                 Ok(logits)
             }
@@ -138,7 +192,7 @@ impl<'a> Steps<'a> {
         match (self.logits.take(), &mut self.way) {
             (Some(logits), _) => self.picker.pick(logits, text),
             (None, Way::Replayed(graph)) => graph.picked(),
-            (None, Way::Launched(_)) => {
+            (None, Way::Launched(_) | Way::Drafting(_)) => {
                 Err(Error::argument("logits", "none", "must follow a step or a prompt"))
             }
         }

@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result},
     generate::ids_to_tensor,
     nn::{AttentionObserver, soft_capped},
-    pass::Pass,
+    pass::{Pass, PendingTokens},
     spans::{OPERATION, PASS},
 };
 
@@ -73,6 +73,40 @@ impl LanguageModel {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
         self.logits(ids, Pass::Ragged { cache, tokens })
+    }
+
+    /// Computes the logits of [`step_ragged`](Self::step_ragged) for tokens that the caller may
+    /// reject: the last one of each text, and guesses of the next ones. [`PendingTokens::keep`],
+    /// which must be the next call, keeps the accepted ones.
+    ///
+    /// # Shapes
+    /// - as those of [`step_ragged`](Self::step_ragged), with seq tokens of one sequence, at least
+    ///   2
+    ///
+    /// # Errors
+    /// Fails as [`step_ragged`](Self::step_ragged) does, with [`Error::Unsupported`] for a cache
+    /// that does not [take drafts](ModelCache::takes_drafts), and without a guess.
+    pub fn draft(
+        &self,
+        ids: Tensor<2, Int>,
+        tokens: &[usize],
+        cache: &mut ModelCache,
+    ) -> Result<(Tensor<3>, PendingTokens)> {
+        let [batch, seq] = ids.dims();
+        cache.check_ragged(batch, seq, tokens)?;
+        if !cache.takes_drafts() {
+            let why = "layers with a recurrent state or compressed entries append as they attend";
+            return Err(Error::unsupported("a draft", why));
+        }
+        let longest = tokens.iter().copied().max().unwrap_or(0);
+        if longest < 2 || longest < seq {
+            let value = format!("{tokens:?}");
+            let rule = format!("must be seq of one sequence, {seq}, and at least 2");
+            return Err(Error::argument("tokens", value, rule));
+        }
+        let mut draft = PendingTokens::default();
+        let logits = self.logits(ids, Pass::Draft { cache, tokens, draft: &mut draft })?;
+        Ok((logits, draft))
     }
 
     /// Computes [`forward`](Self::forward) up to the final norm. A caller can then apply

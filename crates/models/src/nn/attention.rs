@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt};
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
-    AttentionOptions, KvMemory, RopeTable, SharedKv,
+    AttentionOptions, Drafted, KvMemory, RopeTable, SharedKv,
     delta::DeltaMemory,
     sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
@@ -100,6 +100,8 @@ enum Sharing<'a> {
     Owner(&'a mut Option<SharedKv>),
     /// The layer attends to these tokens of another.
     Reader(&'a SharedKv),
+    /// The layer's tokens may be removed again; what this takes is left here.
+    Drafting(&'a mut Option<Drafted>),
 }
 
 /// A layer's earlier tokens.
@@ -239,6 +241,11 @@ impl<'a> Memory<'a> {
         Self { sharing: Sharing::Owner(tokens), ..self }
     }
 
+    /// Leaves in `tokens` what removes the tokens of the pass again.
+    pub(crate) fn drafting(self, tokens: &'a mut Option<Drafted>) -> Self {
+        Self { sharing: Sharing::Drafting(tokens), ..self }
+    }
+
     /// Attends to the `tokens` of the layer that owns the cache.
     pub(crate) fn sharing(self, tokens: &'a SharedKv) -> Self {
         Self { sharing: Sharing::Reader(tokens), ..self }
@@ -341,6 +348,11 @@ impl<'a> Memory<'a> {
                 *tokens = Some(shared);
                 Ok(attention.output)
             }
+            Sharing::Drafting(tokens) => {
+                let (attention, drafted) = kv.draft(q, k, v, sinks)?;
+                *tokens = Some(drafted);
+                Ok(attention.output)
+            }
             Sharing::Alone | Sharing::Reader(_) => Ok(kv.attend_with_sinks(q, k, v, sinks)?.output),
         };
         shown(observer, [q, k, v], sink_logits, attend)
@@ -375,10 +387,15 @@ impl<'a> Memory<'a> {
     /// Fails as [`attend`](Self::attend) does, and for a layer whose cache stores values.
     pub fn attend_latent(self, q: Tensor<4>, k: Tensor<4>, value_dim: usize) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer, .. } = self;
+        let Self { stored, sink_logits, observer, sharing } = self;
         let (kv, v) = (stored.kv()?, k.clone().narrow(3, 0, value_dim));
-        shown(observer, [q, k, v], sink_logits, |q, k, _| {
-            Ok(kv.attend_latent(q, k, value_dim)?.output)
+        shown(observer, [q, k, v], sink_logits, |q, k, v| match sharing {
+            Sharing::Drafting(tokens) => {
+                let (attention, drafted) = kv.draft(q, k, v, None)?;
+                *tokens = Some(drafted);
+                Ok(attention.output)
+            }
+            _ => Ok(kv.attend_latent(q, k, value_dim)?.output),
         })
     }
 

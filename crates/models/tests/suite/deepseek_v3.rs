@@ -3,9 +3,9 @@
 
 use std::{fs, path::Path};
 
-use burn::tensor::Tensor;
+use burn::{module::Param, tensor::Tensor};
 use kv_models::{
-    ConfigJson, LanguageModel, LoadOptions, QuantizeOptions, SaveOptions,
+    ConfigJson, LanguageModel, LoadOptions, Loaded, QuantizeOptions, SaveOptions,
     deepseek_v3::{Config, DeepseekV3},
     kv_cubecl::{CacheFloat, KvCacheConfig},
     kv_weights::{Activations, GroupSize, WeightFormat},
@@ -356,6 +356,54 @@ fn quantized_folders_are_read() {
     assert!(worst < 1e-4 * largest, "{worst} of {largest}");
     let mean = (logits(&restored) - before).abs().mean().into_scalar::<f32>();
     assert!(mean > 0.0 && mean < 0.02 * largest, "{mean} of {largest}");
+}
+
+/// Products with the packed rows of heads equal those with the restored rows, for the few tokens of
+/// a decode step and for many.
+#[test]
+fn packed_rows_of_heads_give_the_products_of_floats() {
+    const TOKENS: usize = 24;
+    let device = device();
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("tiny.gguf");
+    write_gguf(&tiny(NAME), &file, GgmlType::Q4_0, &[]);
+    let read =
+        |packed| load_with(&file, &device, LoadOptions::default().with_packed(packed)).unwrap();
+    let ids = expected(&tiny(NAME), &device).ids.narrow(1, 0, TOKENS);
+    let config = KvCacheConfig::float().with_capacity(TOKENS);
+    // The logits of passes of `n` tokens.
+    let logits = |model: &LanguageModel, n: usize| {
+        let mut cache = model.new_cache(config, ids.dims()[0], &device).unwrap();
+        let step = |t| model.step(ids.clone().narrow(1, t, n), &mut cache).unwrap();
+        Tensor::cat((0..TOKENS).step_by(n).map(step).collect(), 1)
+    };
+    let restored = read(None).model;
+    for (activations, most) in [(Activations::Exact, 5e-5), (Activations::Int16, 1e-3)] {
+        let Loaded { model: packed, notes, .. } = read(Some(activations));
+        assert!(!notes.iter().any(|note| note.contains("are restored")), "{notes:?}");
+        let mut floats = packed.downcast_ref::<DeepseekV3>().unwrap().clone();
+        let of_file = &restored.downcast_ref::<DeepseekV3>().unwrap().layers;
+        for (layer, of_file) in floats.layers.iter_mut().zip(of_file) {
+            let weight = &mut layer.attention.keys_values.weight;
+            assert!(weight.param().is_none());
+            let rows = weight.val();
+            let expected = of_file.attention.keys_values.weight.val();
+            assert_eq!(rows.to_data(), expected.to_data());
+            assert_eq!(weight.rows(5, 40).to_data(), expected.narrow(0, 5, 40).to_data());
+            *weight = Param::from_tensor(rows).into();
+        }
+        let floats = LanguageModel::from(floats);
+        let [few, many] = [1, TOKENS].map(|n| [&packed, &floats].map(|model| logits(model, n)));
+        let largest = many[1].clone().abs().max().into_scalar::<f32>();
+        for ([a, b], what) in [
+            ([&few[0], &few[1]], "few tokens"),
+            ([&many[0], &many[1]], "many tokens"),
+            ([&few[0], &many[0]], "few and many tokens"),
+        ] {
+            let worst = max_difference(a.clone(), b.clone());
+            assert!(worst < most * largest, "{activations:?}, {what}: {worst} of {largest}");
+        }
+    }
 }
 
 /// The published sizes of DeepSeek-V3: 61 layers with a latent row of 512 channels and a rope key

@@ -37,5 +37,6 @@ mod save;
 mod saved_cache;
 mod saved_cache_files;
 mod sixteen_bits;
+mod speculate;
 mod tokenizer;
 mod tokenizer_bos;

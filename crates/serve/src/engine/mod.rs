@@ -19,6 +19,7 @@ use burn::tensor::Device;
 use kv_cubecl::{CacheFloat, KvCacheConfig};
 use kv_models::{
     Batch, BatchText, GenerateOptions, LanguageModel, ModelCacheConfig, PrefixCache, SavedAs,
+    Speculate,
     generate::{Event, Stop},
 };
 use tokio::sync::{
@@ -48,6 +49,8 @@ pub struct EngineOptions {
     /// The tokens of a chunk of a prefill, and of a block of stored prefixes; `None` for those that
     /// [suit](GenerateOptions::suiting) the model and the device.
     pub prefill_chunk: Option<usize>,
+    /// The way in which the tokens after the next one are guessed.
+    pub speculate: Speculate,
 }
 
 /// A text to continue.
@@ -143,7 +146,8 @@ impl Engine {
         options: EngineOptions,
         metrics: Metrics,
     ) -> kv_models::Result<Self> {
-        let EngineOptions { slots, queue, prefix_bytes, prefix_folder, prefill_chunk } = options;
+        let EngineOptions { slots, queue, prefix_bytes, prefix_folder, .. } = options;
+        let (prefill_chunk, speculate) = (options.prefill_chunk, options.speculate);
         let mut cache = model.new_cache(config.clone(), slots.max(1), &device)?;
         let room = cache.remaining();
         metrics.cache_bytes.set(cache.memory_bytes().total() as i64);
@@ -164,6 +168,7 @@ impl Engine {
             // Dropped even when the thread panics, so that waiting requests end.
             let ending = Ending { ends, places: ours.clone() };
             let mut options = GenerateOptions::suiting(&model, &device);
+            options.speculate = speculate;
             options.prefill_chunk = prefill_chunk.unwrap_or(options.prefill_chunk);
             let block = options.prefill_chunk;
             let prefixes = match prefix_bytes {
@@ -360,6 +365,7 @@ impl Loop<'_> {
                 Event::End { text, generated } => {
                     let Some(live) = self.live.remove(&text) else { continue };
                     self.metrics.prompt_tokens.inc_by(generated.prefill_tokens as u64);
+                    self.metrics.guesses(generated.guesses);
                     let gone = live.to.is_closed();
                     let end = live.stopped.unwrap_or(match generated.stop {
                         Stop::Eos => End::Eos,

@@ -9,7 +9,7 @@ use std::{
 };
 
 use kv_cubecl::{Flex, KvCacheConfig, On};
-use kv_models::{ChatTemplate, LanguageModel, Tokenizer, load};
+use kv_models::{ChatTemplate, LanguageModel, Speculate, Tokenizer, load};
 use kv_serve::{
     App, Engine, EngineOptions, Metrics, Outcome, ServerOptions, constraint::Constraints, router,
     serve,
@@ -51,6 +51,7 @@ impl Default for Settings {
                 prefix_bytes: 64 << 20,
                 prefix_folder: None,
                 prefill_chunk: None,
+                speculate: Speculate::Auto,
             },
             server: ServerOptions::default(),
         }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use kv_cubecl::KvCacheConfig;
-use kv_models::{GenerateOptions, generate, ids_to_tensor};
+use kv_models::{GenerateOptions, Speculate, generate, ids_to_tensor};
 use kv_serve::EngineOptions;
 use serde_json::{Value, json};
 
@@ -164,7 +164,8 @@ fn seeds_choices_bias_and_penalties() {
 
 /// Returns the options of an engine with stored prefixes, in blocks of 64 tokens.
 fn prefixes(prefix_bytes: usize, prefix_folder: Option<PathBuf>) -> EngineOptions {
-    EngineOptions { slots: 2, queue: 64, prefix_bytes, prefix_folder, prefill_chunk: Some(64) }
+    let (prefill_chunk, speculate) = (Some(64), Speculate::Auto);
+    EngineOptions { slots: 2, queue: 64, prefix_bytes, prefix_folder, prefill_chunk, speculate }
 }
 
 /// A server that starts again has the prefixes that it had saved.

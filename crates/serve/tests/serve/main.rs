@@ -5,4 +5,5 @@ mod chat;
 mod client;
 mod completions;
 mod faults;
+mod identity;
 mod page;

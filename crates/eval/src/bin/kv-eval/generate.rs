@@ -9,14 +9,14 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{
-    INTERRUPTED, MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, cache_help,
-    dispatch, note,
+    INTERRUPTED, MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Screen, SpeculateArgs,
+    Weights, cache_help, dispatch, note,
     source::{self, Source},
 };
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{
     ChatTemplate, Checkpoints, GenerateOptions, LanguageModel, Sampler, Sampling, SavedCache,
-    Tokenizer, chat::Message, generate::StopStrings,
+    Speculate, Tokenizer, chat::Message, generate::StopStrings,
 };
 
 use crate::{
@@ -111,6 +111,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     steps: StepArgs,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     profile: ProfileArgs,
 }
 
@@ -136,6 +138,10 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     profile.device(&device)?;
     let (Source { model, tokenizer, cache, name, .. }, budget) =
         source::load(&args.on, Weights::Packed, args.request(&prompts), &device)?;
+    let both = (&model, &tokenizer);
+    let request = args.request(&prompts);
+    let speculate =
+        args.speculate.load(Speculate::Auto, &args.on, both, &budget, request, &device)?;
     let template = args.template(&tokenizer)?;
     let chosen = args.cache.as_ref().map(|named| named.value.clone()).or(cache);
     let chosen = chosen.unwrap_or_else(|| KvCacheConfig::float().into());
@@ -145,7 +151,7 @@ fn run_on<T: Target>(args: &Args) -> Result<bool> {
     let (model, config) = model.fold_hadamard(chosen);
     profile.model(&model, &name);
     profile.fact("cache", &config);
-    let options = args.options(sampling, tokenizer.eos(), &model, &device);
+    let options = args.options(sampling, speculate, tokenizer.eos(), &model, &device);
     interrupt.begin();
     let writer = Writer {
         device: &device,
@@ -214,6 +220,7 @@ impl Args {
         let loaded = self.load_cache.as_ref().filter(|&it| Some(it) != self.save_cache.as_ref());
         NamedFiles::default()
             .reads_model("model", self.on.source.given())
+            .reads_models("draft-model", self.speculate.draft_model())
             .reads_optional("load-cache", loaded)
             .reads_optional("prompt-file", self.prompt_file.as_ref())
             .reads_optional("prompts", self.prompts.as_ref())
@@ -258,6 +265,7 @@ impl Args {
     fn options<T: Target>(
         &self,
         sampling: Sampling,
+        speculate: Speculate,
         eos: &BTreeSet<u32>,
         model: &LanguageModel,
         device: &On<T>,
@@ -270,6 +278,7 @@ impl Args {
             sampling,
             eos: eos.clone(),
             graph_capture: self.steps.graph_capture(),
+            speculate,
             ..GenerateOptions::suiting(model, device)
         }
     }

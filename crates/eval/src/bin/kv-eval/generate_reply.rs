@@ -105,6 +105,10 @@ impl Reply {
                 "predicted_per_second": generated.decode_tokens_per_second(),
             },
         });
+        if generated.guesses.verified > 0 {
+            json["timings"]["draft_n"] = generated.guesses.verified.into();
+            json["timings"]["draft_n_accepted"] = generated.guesses.right.into();
+        }
         if let End::StopString(stop) = end {
             json["stopping_word"] = stop.clone().into();
         }

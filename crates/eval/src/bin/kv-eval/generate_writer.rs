@@ -203,8 +203,12 @@ impl<T: Target> Writer<'_, T> {
                 cache.memory_bytes().total() as f64 / (1 << 20) as f64
             )
         });
+        let guessed = match generated.guesses.right {
+            0 => String::new(),
+            right => format!(", {right} of them guessed"),
+        };
         Screen::Error.line(format_args!(
-            "{end}; {reused}prefill {} tokens, {:.1} tokens/s; {first}decode {} tokens, \
+            "{end}; {reused}prefill {} tokens, {:.1} tokens/s; {first}decode {} tokens{guessed}, \
              {:.1} tokens/s; {cache}",
             generated.prefill_tokens,
             generated.prefill_tokens_per_second(),

@@ -37,6 +37,7 @@ use burn::{
     tensor::{DType, TensorData},
 };
 use burn_flex::FlexTensor;
+use kv_device::threads::in_parts;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use instructions::Instructions;
@@ -44,6 +45,7 @@ use integers::Integers;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use native::Native;
 use stacked::Stacked;
+use tuning::PARALLEL;
 
 use super::composed;
 use crate::{
@@ -102,13 +104,20 @@ impl WeightOps for Flex {
         // The rows of each expert are read once for all of its picks.
         let mut slots: Vec<usize> = (0..picked.len()).collect();
         slots.sort_by_key(|&slot| picked[slot]);
-        for slots in slots.chunk_by(|&a, &b| picked[a] == picked[b]) {
+        let experts: Vec<_> = slots.chunk_by(|&a, &b| picked[a] == picked[b]).collect();
+        let mut products = vec![vec![]; experts.len()];
+        // Few picks of many experts are divided by experts, others within an expert.
+        let by_expert = experts.len() >= rayon::current_num_threads()
+            && picked.len() < MANY * experts.len()
+            && picked.len() * rows * columns >= PARALLEL;
+        in_parts(experts.iter().zip(&mut products), by_expert, |(slots, products)| {
             let expert = &words[picked[slots[0]] as usize * picks.stride..];
             let blocks = &bytemuck::cast_slice::<u32, u8>(expert)[..layout.bytes()];
             let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
             let x: Vec<f32> = slots.iter().flat_map(row).copied().collect();
-            let expert = Stacked::one(blocks, layout);
-            let products = project(&x, &expert, picks.activations, None);
+            *products = project(&x, &Stacked::one(blocks, layout), picks.activations, None);
+        });
+        for (slots, products) in experts.into_iter().zip(&products) {
             for (&slot, products) in slots.iter().zip(products.chunks_exact(rows)) {
                 out[slot * rows..][..rows].copy_from_slice(products);
             }

@@ -1,5 +1,6 @@
 //! [`Batch`]: continuous batching of several texts.
 
+mod decode;
 mod prefill;
 mod text;
 
@@ -9,19 +10,14 @@ use std::{
 };
 
 use burn::tensor::Device;
-use tracing::trace_span;
 
 pub use self::text::{BatchText, BatchTotals, Event};
 use self::text::{Reading, Text};
-use super::{
-    GenerateOptions, Stop, ids_to_tensor,
-    picker::{Picker, Waiting, pick_each},
-};
+use super::{GenerateOptions, Guesses, Stop, picker::Picker};
 use crate::{
     cache::{ModelCache, PrefixCache},
     error::{Error, Result},
     model::LanguageModel,
-    spans::PHASE,
 };
 
 /// Continues several texts at once, one in each slot of the cache. Prompts are prefilled one after
@@ -78,7 +74,8 @@ impl<'a> Batch<'a> {
     /// Creates a batch without texts; `options` apply to each text without settings of its own.
     ///
     /// # Errors
-    /// Fails for a cache that holds tokens, for invalid sampling options, and for graph capture.
+    /// Fails for a cache that holds tokens, for invalid sampling options, for graph capture, and
+    /// where the options ask for guesses that the cache does not take.
     pub fn new(
         model: &'a LanguageModel,
         cache: &'a mut ModelCache,
@@ -97,6 +94,7 @@ impl<'a> Batch<'a> {
             let held = format!("{:?} tokens", cache.lens());
             return Err(Error::argument("cache", held, "must be empty for a new batch"));
         }
+        options.speculate.check(cache)?;
         let reader = cache.select(&[0])?;
         let slots = (0..cache.batch()).map(|_| None).collect();
         let (waiting, events, totals) = Default::default();
@@ -180,6 +178,7 @@ impl<'a> Batch<'a> {
             eos,
             salt,
             picker,
+            drafter: None,
             ids,
             n_prompt,
             prefix_tokens: 0,
@@ -187,6 +186,7 @@ impl<'a> Batch<'a> {
             first_token_time: Duration::ZERO,
             start: Instant::now(),
             decode_tokens: 0,
+            guesses: Guesses::default(),
         };
         self.waiting.push_back(text);
         self.n_texts += 1;
@@ -248,13 +248,30 @@ impl<'a> Batch<'a> {
         self.slots.iter().flatten().count() + usize::from(self.reading.is_some())
     }
 
-    /// Ends a text with [`Stop::Callback`], whether it waits or is being continued. Returns whether
-    /// there was such a text.
+    /// Ends a text with [`Stop::Callback`], whether it waits or is being continued, after the last
+    /// token that the caller has got. Returns whether there was such a text.
     pub fn stop(&mut self, text: usize) -> bool {
-        let ended = self.take_out(text);
-        let stopped = ended.is_some();
-        self.events.extend(ended.map(|text| text.end(Stop::Callback)));
-        stopped
+        let before = self.events.len();
+        self.events.retain(|event| !matches!(event, Event::Token { text: it, .. } if *it == text));
+        let unread = before - self.events.len();
+        if let Some(mut ended) = self.take_out(text) {
+            ended.ids.truncate(ended.ids.len() - unread);
+            self.events.push_back(ended.end(Stop::Callback));
+            return true;
+        }
+        // It has ended, but the caller does not know yet.
+        for event in &mut self.events {
+            if let Event::End { text: it, generated } = event
+                && *it == text
+                && unread > 0
+            {
+                let ended = usize::from(generated.stop == Stop::Eos);
+                generated.ids.truncate(generated.ids.len() - unread - ended);
+                generated.stop = Stop::Callback;
+                return true;
+            }
+        }
+        false
     }
 
     /// Removes a text from where it is, and frees its slot.
@@ -275,41 +292,5 @@ impl<'a> Batch<'a> {
     /// Returns the statistics of all texts so far.
     pub fn totals(&self) -> BatchTotals {
         self.totals
-    }
-
-    /// Appends the last token of each text and picks the next.
-    fn step(&mut self) -> Result<()> {
-        let (start, n) = (Instant::now(), self.steps + 1);
-        let _phase = trace_span!(target: PHASE, "decode", n).entered();
-        self.steps = n;
-        let last = |slot: &Option<Text>| slot.as_ref().and_then(|text| text.ids.last().copied());
-        let ids: Vec<u32> = self.slots.iter().map(|slot| last(slot).unwrap_or(0)).collect();
-        let tokens: Vec<usize> = self.slots.iter().map(|slot| slot.is_some().into()).collect();
-        let ids = ids_to_tensor(&ids, [tokens.len(), 1], self.device);
-        let logits = self.model.step_ragged(ids, &tokens, self.cache)?.squeeze_dim(1);
-        let waiting = self.slots.iter_mut().map(|slot| {
-            slot.as_mut().map(|Text { picker, ids, .. }| Waiting { picker, text: ids })
-        });
-        let picked = pick_each(logits, waiting.collect())?;
-        let room = self.cache.room();
-        for (i, (slot, id)) in self.slots.iter_mut().zip(picked).enumerate() {
-            let (Some(text), Some(id)) = (slot.as_mut(), id) else { continue };
-            text.decode_tokens += 1;
-            self.totals.decode_tokens += 1;
-            let remaining = room - self.cache.lens()[i];
-            let end = match id.map(|id| text.take(id, remaining, &mut self.events)) {
-                Ok(None) => continue,
-                Ok(Some(stop)) => Ok(stop),
-                Err(error) => Err(error),
-            };
-            self.cache.remove(i)?;
-            let Some(text) = slot.take() else { continue };
-            self.events.push_back(match end {
-                Ok(stop) => text.end(stop),
-                Err(error) => Event::Failed { text: text.number, error },
-            });
-        }
-        self.totals.decode_time += start.elapsed();
-        Ok(())
     }
 }

@@ -118,6 +118,10 @@ impl Batch<'_> {
         match ended {
             Some(stop) => self.events.push_back(text.end(stop)),
             None => {
+                if let Picker::Host(_) = text.picker {
+                    let speculate = &self.options.speculate;
+                    text.drafter = speculate.drafter(self.cache, &text.ids, self.device)?;
+                }
                 self.cache.admit(slot, &self.reader)?;
                 self.slots[slot] = Some(text);
             }

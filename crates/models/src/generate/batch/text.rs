@@ -8,8 +8,9 @@ use std::{
 use crate::{
     error::Error,
     generate::{
-        Generated, Stop,
+        Generated, Guesses, Stop,
         picker::{Pick, Picker},
+        speculate::Drafter,
     },
 };
 
@@ -105,6 +106,8 @@ pub(super) struct Text {
     pub(super) eos: BTreeSet<u32>,
     pub(super) salt: Option<String>,
     pub(super) picker: Picker,
+    /// Guesses the next tokens, if any are to be guessed.
+    pub(super) drafter: Option<Box<dyn Drafter>>,
     /// The prompt, followed by the generated ids.
     pub(super) ids: Vec<u32>,
     pub(super) n_prompt: usize,
@@ -115,6 +118,7 @@ pub(super) struct Text {
     /// The end of the prefill.
     pub(super) start: Instant,
     pub(super) decode_tokens: usize,
+    pub(super) guesses: Guesses,
 }
 
 impl Text {
@@ -127,6 +131,9 @@ impl Text {
         events: &mut VecDeque<Event>,
     ) -> Option<Stop> {
         self.ids.push(id);
+        if let Some(drafter) = &mut self.drafter {
+            drafter.push(id);
+        }
         if self.eos.contains(&id) {
             return Some(Stop::Eos);
         }
@@ -148,6 +155,7 @@ impl Text {
             first_token_time: self.first_token_time,
             decode_tokens: self.decode_tokens,
             decode_time: self.start.elapsed(),
+            guesses: self.guesses,
         };
         Event::End { text: self.number, generated }
     }

@@ -1,5 +1,6 @@
 //! The type of all matrices of a model.
 
+mod heads;
 mod module;
 mod packed;
 
@@ -12,7 +13,7 @@ use burn::{
 use kv_weights::{Activations, Fused, PackedMatrix};
 use tracing::span::EnteredSpan;
 
-use self::packed::Packed;
+use self::{heads::PackedHeads, packed::Packed};
 pub(crate) use self::{module::PACKED, packed::PackedSize};
 use super::{low_rank::LowRank, norm::RmsNorm, project::project};
 use crate::{
@@ -34,6 +35,7 @@ pub struct Matrix(Stored);
 enum Stored {
     Dense(Param<Tensor<2>>),
     Packed(Packed),
+    Heads(PackedHeads),
 }
 
 impl Matrix {
@@ -52,11 +54,29 @@ impl Matrix {
         Ok(Self(Stored::Packed(Packed { id: ParamId::new(), parts, activations, adapter: None })))
     }
 
+    /// Joins the packed matrices of heads: `[n_heads * rank, plain]` with the transposed rows of
+    /// keys, and `[n_heads * value, rank]` with the rows of values. The result has for each head
+    /// the rows of keys, then of values, `[n_heads * (plain + value), rank]`. Returns `None` for
+    /// matrices that are not packed or have several parts.
+    pub(crate) fn of_heads(sides: [Self; 2], n_heads: usize) -> Option<Self> {
+        let [Self(Stored::Packed(keys)), Self(Stored::Packed(values))] = sides else { return None };
+        PackedHeads::new([keys, values], n_heads).map(|heads| Self(Stored::Heads(heads)))
+    }
+
+    /// Returns the packed matrices of heads; `None` for a matrix that is stored as a whole.
+    pub(crate) fn heads(&self) -> Option<&PackedHeads> {
+        match &self.0 {
+            Stored::Heads(heads) => Some(heads),
+            _ => None,
+        }
+    }
+
     /// Identifies the parameter, or the packed weights, among those of a model.
     pub fn id(&self) -> ParamId {
         match &self.0 {
             Stored::Dense(param) => param.id,
             Stored::Packed(packed) => packed.id,
+            Stored::Heads(heads) => heads.id,
         }
     }
 
@@ -64,7 +84,7 @@ impl Matrix {
     pub fn param(&self) -> Option<&Param<Tensor<2>>> {
         match &self.0 {
             Stored::Dense(param) => Some(param),
-            Stored::Packed(_) => None,
+            Stored::Packed(_) | Stored::Heads(_) => None,
         }
     }
 
@@ -103,6 +123,7 @@ impl Matrix {
         match &self.0 {
             Stored::Dense(param) => param.val(),
             Stored::Packed(packed) => packed.rows(0, packed.dims()[0]),
+            Stored::Heads(heads) => heads.rows(),
         }
     }
 
@@ -111,6 +132,7 @@ impl Matrix {
         match &self.0 {
             Stored::Dense(param) => param.lazy_device(),
             Stored::Packed(packed) => packed.parts[0].device(),
+            Stored::Heads(heads) => heads.parts[0].device(),
         }
     }
 
@@ -119,7 +141,7 @@ impl Matrix {
     pub fn map_tensor(self, f: impl FnOnce(Tensor<2>) -> Tensor<2>) -> Self {
         Self(Stored::Dense(match self.0 {
             Stored::Dense(param) => param.map(f),
-            Stored::Packed(_) => Param::from_tensor(f(self.val())),
+            Stored::Packed(_) | Stored::Heads(_) => Param::from_tensor(f(self.val())),
         }))
     }
 
@@ -128,6 +150,7 @@ impl Matrix {
         match &self.0 {
             Stored::Dense(param) => param.lazy_shape().dims(),
             Stored::Packed(packed) => packed.dims(),
+            Stored::Heads(heads) => heads.dims(),
         }
     }
 
@@ -136,16 +159,20 @@ impl Matrix {
     pub fn dtype(&self) -> DType {
         match &self.0 {
             Stored::Dense(param) => param.dtype(),
-            Stored::Packed(_) => DType::F32,
+            Stored::Packed(_) | Stored::Heads(_) => DType::F32,
         }
     }
 
     /// Returns the bytes of the numbers or of the blocks, without an adapter.
     pub(crate) fn bytes(&self) -> usize {
-        match &self.0 {
-            Stored::Dense(param) => param.lazy_shape().num_elements() * param.dtype().size(),
-            Stored::Packed(packed) => packed.parts.iter().map(|part| part.layout().bytes()).sum(),
-        }
+        let parts = match &self.0 {
+            Stored::Dense(param) => {
+                return param.lazy_shape().num_elements() * param.dtype().size();
+            }
+            Stored::Packed(packed) => &packed.parts[..],
+            Stored::Heads(heads) => &heads.parts,
+        };
+        parts.iter().map(|part| part.layout().bytes()).sum()
     }
 
     /// Enters the operation that reads the matrix, until the end of the scope.
@@ -165,8 +192,8 @@ impl Matrix {
     /// - output: `[batch, seq, rows]`, in the same type; sums are f32
     pub fn project(&self, x: Tensor<3>) -> Tensor<3> {
         match &self.0 {
-            Stored::Dense(param) => project(x, param.val()),
             Stored::Packed(packed) => packed.project(&x),
+            Stored::Dense(_) | Stored::Heads(_) => project(x, self.val()),
         }
     }
 
@@ -201,9 +228,9 @@ impl Matrix {
     /// - output: `[batch, seq, columns]`, in the same type
     pub fn back_project(&self, y: Tensor<3>) -> Tensor<3> {
         match &self.0 {
-            Stored::Dense(param) => {
+            Stored::Dense(_) | Stored::Heads(_) => {
                 let [batch, seq, rows] = y.dims();
-                let x = y.reshape([batch * seq, rows]).matmul(param.val());
+                let x = y.reshape([batch * seq, rows]).matmul(self.val());
                 x.reshape([batch as i32, seq as i32, -1])
             }
             Stored::Packed(packed) => packed.back_project(&y),
@@ -226,7 +253,7 @@ impl Matrix {
     pub(super) fn project_fused(&self, x: &Tensor<3>, around: Fused) -> Tensor<3> {
         match &self.0 {
             Stored::Packed(packed) => packed.project_fused(x.clone(), around),
-            Stored::Dense(_) => panic!("the matrix is not packed"),
+            Stored::Dense(_) | Stored::Heads(_) => panic!("the matrix has no packed rows"),
         }
     }
 
@@ -237,16 +264,16 @@ impl Matrix {
     /// - output: `[batch, seq, columns]`
     pub fn lookup(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         match &self.0 {
-            Stored::Dense(param) => embedding(param.val(), ids),
             Stored::Packed(packed) => packed.lookup(ids),
+            Stored::Dense(_) | Stored::Heads(_) => embedding(self.val(), ids),
         }
     }
 
     /// Returns `n` rows from `start` on, `[n, columns]`.
     pub fn rows(&self, start: usize, n: usize) -> Tensor<2> {
         match &self.0 {
-            Stored::Dense(param) => param.val().narrow(0, start, n),
             Stored::Packed(packed) => packed.rows(start, n),
+            Stored::Dense(_) | Stored::Heads(_) => self.val().narrow(0, start, n),
         }
     }
 
@@ -256,9 +283,14 @@ impl Matrix {
     pub(crate) fn sample(&self, rows: Range<usize>) -> Result<TensorData, String> {
         /// The number of words at either end.
         const WORDS: usize = 64;
-        let data = match &self.0 {
-            Stored::Packed(Packed { parts, adapter: None, .. }) => {
-                let (first, last) = (&parts[0], &parts[parts.len() - 1]);
+        let parts = match &self.0 {
+            Stored::Packed(Packed { parts, adapter: None, .. }) => &parts[..],
+            Stored::Heads(heads) => &heads.parts,
+            Stored::Packed(_) | Stored::Dense(_) => &[],
+        };
+        let data = match parts {
+            [first, ..] => {
+                let last = &parts[parts.len() - 1];
                 let whole = |part: &PackedMatrix| part.layout().bytes() / size_of::<u32>();
                 let (n, end) = (whole(first).min(WORDS), whole(last));
                 let start = first.words().clone().narrow(0, 0, n);
@@ -266,8 +298,8 @@ impl Matrix {
                 let end = last.words().clone().narrow(0, end - n, n);
                 Tensor::cat(vec![start, end], 0).try_to_data()
             }
-            _ if rows.is_empty() => return Ok(TensorData::new(Vec::<f32>::new(), [0])),
-            _ => {
+            [] if rows.is_empty() => return Ok(TensorData::new(Vec::<f32>::new(), [0])),
+            [] => {
                 let sampled = [rows.start, rows.start + rows.len() / 2, rows.end - 1];
                 let sampled = sampled.map(|row| self.rows(row, 1).detach());
                 Tensor::cat(sampled.into(), 0).try_to_data()
@@ -282,8 +314,8 @@ impl Matrix {
         let last = self.dims()[0] as i32 - 1;
         let numbers = numbers.clone().clamp(0, last);
         match &self.0 {
-            Stored::Dense(param) => param.val().select(0, numbers),
             Stored::Packed(packed) => packed.lookup(numbers.unsqueeze()).squeeze_dim(0),
+            Stored::Dense(_) | Stored::Heads(_) => self.val().select(0, numbers),
         }
     }
 }

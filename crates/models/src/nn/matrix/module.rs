@@ -8,7 +8,7 @@ use burn::{
     tensor::Device,
 };
 
-use super::{Matrix, Stored};
+use super::{Matrix, Packed, Stored};
 
 /// The kind of module that visitors see for packed weights; its name is [`Matrix::id`].
 pub(crate) const PACKED: &str = "PackedMatrix";
@@ -22,6 +22,7 @@ impl Module for Matrix {
         match &self.0 {
             Stored::Dense(param) => param.collect_devices(devices),
             Stored::Packed(packed) => packed.parts.collect_devices(devices),
+            Stored::Heads(heads) => heads.parts.collect_devices(devices),
         }
     }
 
@@ -31,6 +32,7 @@ impl Module for Matrix {
             Stored::Packed(packed) => {
                 Stored::Packed(packed.map(|part| part.fork(device), |adapter| adapter.fork(device)))
             }
+            Stored::Heads(heads) => Stored::Heads(heads.map(|part| part.fork(device))),
         })
     }
 
@@ -41,6 +43,9 @@ impl Module for Matrix {
                 |part| Module::to_device(part, device),
                 |adapter| Module::to_device(adapter, device),
             )),
+            Stored::Heads(heads) => {
+                Stored::Heads(heads.map(|part| Module::to_device(part, device)))
+            }
         })
     }
 
@@ -48,6 +53,7 @@ impl Module for Matrix {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(param.train()),
             Stored::Packed(packed) => Stored::Packed(packed.map(Module::train, Module::train)),
+            heads @ Stored::Heads(_) => heads,
         })
     }
 
@@ -57,13 +63,14 @@ impl Module for Matrix {
             Stored::Packed(packed) => {
                 Stored::Packed(packed.clone().map(|part| part.valid(), |adapter| adapter.valid()))
             }
+            heads @ Stored::Heads(_) => heads.clone(),
         })
     }
 
     fn materialize(self) -> Self {
         Self(match self.0 {
             Stored::Dense(param) => Stored::Dense(param.materialize()),
-            packed @ Stored::Packed(_) => packed,
+            packed @ (Stored::Packed(_) | Stored::Heads(_)) => packed,
         })
     }
 
@@ -71,11 +78,11 @@ impl Module for Matrix {
         match &self.0 {
             Stored::Dense(param) => param.visit(visitor),
             // Packed weights are not a parameter, but visitors find them by their id.
-            Stored::Packed(packed) => {
-                let id = packed.id.to_string();
+            packed => {
+                let id = self.id().to_string();
                 visitor.enter_module(&id, PACKED);
                 visitor.exit_module(&id, PACKED);
-                if let Some(adapter) = &packed.adapter {
+                if let Stored::Packed(Packed { adapter: Some(adapter), .. }) = packed {
                     visitor.enter_module(ADAPTER, ADAPTER_KIND);
                     adapter.visit(visitor);
                     visitor.exit_module(ADAPTER, ADAPTER_KIND);
@@ -96,6 +103,7 @@ impl Module for Matrix {
                     adapter
                 },
             )),
+            heads @ Stored::Heads(_) => heads,
         })
     }
 }
@@ -105,6 +113,7 @@ impl ModuleDisplayDefault for Matrix {
         match &self.0 {
             Stored::Dense(param) => param.content(content),
             Stored::Packed(packed) => packed.parts.content(content),
+            Stored::Heads(heads) => heads.parts.content(content),
         }
     }
 }
@@ -114,6 +123,7 @@ impl ModuleDisplay for Matrix {
         match &self.0 {
             Stored::Dense(param) => param.format(settings),
             Stored::Packed(packed) => packed.parts.format(settings),
+            Stored::Heads(heads) => heads.parts.format(settings),
         }
     }
 }

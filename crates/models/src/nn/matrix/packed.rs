@@ -95,7 +95,7 @@ impl Packed {
 }
 
 /// Unwraps a result. Devices, types and widths were checked when the matrix was made.
-fn served<T>(result: kv_weights::Result<T>) -> T {
+pub(super) fn served<T>(result: kv_weights::Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("packed weights: {error}"))
 }
 

@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::tensor::Device;
 use indicatif::ProgressBar;
-use kv_cli::{MemoryBudget, MemoryRequest, ModelArgs, NamedFiles, note, source};
+use kv_cli::{
+    MemoryBudget, MemoryRequest, ModelArgs, NamedFiles, note,
+    source::{self, Subject},
+};
 use kv_cubecl::{On, Target};
 use kv_eval::bench::{DecodePoint, DecodeSubject, time_decode, time_prefill, timed_steps};
 use kv_models::LanguageModel;
@@ -211,9 +214,9 @@ impl ModelBench {
         request: MemoryRequest,
         device: &Device,
     ) -> Result<(LanguageModel, String, MemoryBudget)> {
-        let loaded = source::load_model(&self.on, request, device)?;
-        note_policies(&configs(&self.caches), loaded.0.spec());
-        Ok(loaded)
+        let (Subject { model, name, .. }, budget) = source::load_model(&self.on, request, device)?;
+        note_policies(&configs(&self.caches), model.spec());
+        Ok((model, name, budget))
     }
 
     /// Returns the contexts, which leave room for `steps` timed steps.

@@ -1,0 +1,133 @@
+//! Guesses by a smaller model.
+
+use std::collections::VecDeque;
+
+use burn::tensor::Device;
+use kv_cubecl::KvCacheConfig;
+
+use super::{
+    drafter::Drafter,
+    lookup::Lookup,
+    pace::{ROW, Share, best},
+};
+use crate::{
+    cache::{Checkpoints, ModelCache, PromptCache},
+    error::Result,
+    generate::GenerateOptions,
+    model::LanguageModel,
+};
+
+/// A model that guesses for a larger one with the same vocabulary.
+#[derive(Clone, Debug)]
+pub struct DraftModel {
+    model: LanguageModel,
+    /// The time of a step of this model, as a share of a step of the other.
+    step: f32,
+}
+
+impl DraftModel {
+    /// Takes a model on the device of `target`. Its tokens must be those of `target`; the caller
+    /// compares the tokenizers.
+    pub fn new(model: LanguageModel, target: &LanguageModel) -> Self {
+        // Steps take as long as it takes to read the weights.
+        let step = model.weight_bytes() as f32 / target.weight_bytes().max(1) as f32;
+        Self { model, step }
+    }
+}
+
+/// Tokens that are not guessed by the model, once its guesses have not paid: twice as many each
+/// time, up to the second number.
+const REST: [usize; 2] = [16, 256];
+
+/// Guesses by lookup, and where that guesses nothing, the most likely tokens of a smaller model.
+#[derive(Debug)]
+pub(super) struct ModelDrafter {
+    lookup: Lookup,
+    model: LanguageModel,
+    step: f32,
+    device: Device,
+    cache: PromptCache,
+    text: Vec<u32>,
+    /// The guesses of the model for the next tokens.
+    guessed: VecDeque<u32>,
+    share: Share,
+    /// The tokens until the model guesses again, and how many there will be the next time.
+    rest: usize,
+    next_rest: usize,
+}
+
+impl ModelDrafter {
+    /// Creates a drafter after `text`, for a text that may fill `cache`.
+    ///
+    /// # Errors
+    /// Fails as [`LanguageModel::new_cache`] does.
+    pub(super) fn new(
+        draft: &DraftModel,
+        cache: &ModelCache,
+        text: &[u32],
+        device: &Device,
+    ) -> Result<Self> {
+        let model = draft.model.clone();
+        // Guesses that were wrong are removed, which leaves a cache in float exact.
+        let config = KvCacheConfig::float().with_capacity(cache.room().min(model.max_positions()));
+        let own = PromptCache::new(model.new_cache(config, 1, device)?, Checkpoints::None)?;
+        Ok(Self {
+            lookup: Lookup::new(text),
+            model,
+            step: draft.step,
+            device: device.clone(),
+            cache: own,
+            text: text.to_vec(),
+            guessed: VecDeque::new(),
+            share: Share(0.7),
+            rest: 0,
+            next_rest: REST[0],
+        })
+    }
+
+    /// Returns how many guesses pay, at most `most`.
+    fn pays(&self, most: usize) -> usize {
+        best(std::iter::repeat_n(self.share.0, most), ROW + self.step)
+    }
+}
+
+impl Drafter for ModelDrafter {
+    fn push(&mut self, id: u32) {
+        self.text.push(id);
+        self.lookup.push(id);
+        self.rest = self.rest.saturating_sub(1);
+        if let Some(guess) = self.guessed.pop_front() {
+            self.share.add(guess == id);
+            if guess != id {
+                self.guessed.clear();
+            }
+        }
+    }
+
+    fn draft(&mut self, most: usize) -> Result<Vec<u32>> {
+        let found = self.lookup.draft(most)?;
+        let fits = self.text.len() + most <= self.model.max_positions();
+        let known = self.text.iter().all(|&id| (id as usize) < self.model.vocab_size());
+        if !found.is_empty() || self.rest > 0 || most == 0 || !fits || !known {
+            self.guessed.clear();
+            return Ok(found);
+        }
+        let mut n = self.pays(most);
+        if n == 0 {
+            // One guess says whether the text has become easier.
+            (self.rest, n) = (self.next_rest, 1);
+            self.next_rest = (2 * self.next_rest).min(REST[1]);
+        } else {
+            self.next_rest = REST[0];
+        }
+        self.cache.reuse(&self.text)?;
+        let options = GenerateOptions { max_tokens: n, ..GenerateOptions::default() };
+        let chunk = options.prefill_chunk;
+        let logits = self.cache.prefill(&self.model, &self.text, chunk, &self.device, || true)?;
+        let Some(logits) = logits else { return Ok(vec![]) };
+        let guesses =
+            self.cache.generate(&self.model, logits, &options, &self.device, |_| true)?.ids;
+        self.guessed = guesses.iter().copied().collect();
+        Ok(guesses)
+    }
+}
