@@ -17,7 +17,7 @@ pub struct Drafted(Held);
 #[derive(Clone, Debug)]
 enum Held {
     /// The cache does not hold the tokens yet: keys and values `[batch, n_kv_heads, tokens, _]`.
-    Postponed(Tensor<4>, Tensor<4>),
+    Postponed(Box<[Tensor<4>; 2]>),
     /// The cache holds the tokens after the first `lens` of each sequence.
     Appended { lens: Vec<usize>, overwritten: Vec<Overwritten> },
 }
@@ -35,7 +35,7 @@ struct Overwritten {
 impl Drafted {
     /// Takes keys and values `[batch, n_kv_heads, tokens, _]` that no cache holds yet.
     pub(crate) fn postponed(key: Tensor<4>, value: Tensor<4>) -> Self {
-        Self(Held::Postponed(key, value))
+        Self(Held::Postponed(Box::new([key, value])))
     }
 }
 
@@ -85,7 +85,10 @@ impl KvCache {
             return Err(Error::Shape { op, tensor, shape, rule });
         }
         let (lens, overwritten) = match drafted.0 {
-            Held::Postponed(key, value) => return self.append_ragged(key, value, tokens),
+            Held::Postponed(sides) => {
+                let [key, value] = *sides;
+                return self.append_ragged(key, value, tokens);
+            }
             Held::Appended { lens, overwritten } => (lens, overwritten),
         };
         for Overwritten { sequence, side, tokens: drafted, rows } in overwritten {

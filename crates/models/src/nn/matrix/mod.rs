@@ -35,7 +35,7 @@ pub struct Matrix(Stored);
 enum Stored {
     Dense(Param<Tensor<2>>),
     Packed(Packed),
-    Heads(PackedHeads),
+    Heads(Box<PackedHeads>),
 }
 
 impl Matrix {
@@ -60,7 +60,7 @@ impl Matrix {
     /// matrices that are not packed or have several parts.
     pub(crate) fn of_heads(sides: [Self; 2], n_heads: usize) -> Option<Self> {
         let [Self(Stored::Packed(keys)), Self(Stored::Packed(values))] = sides else { return None };
-        PackedHeads::new([keys, values], n_heads).map(|heads| Self(Stored::Heads(heads)))
+        PackedHeads::new([keys, values], n_heads).map(|heads| Self(Stored::Heads(Box::new(heads))))
     }
 
     /// Returns the packed matrices of heads; `None` for a matrix that is stored as a whole.

@@ -32,7 +32,7 @@ impl Module for Matrix {
             Stored::Packed(packed) => {
                 Stored::Packed(packed.map(|part| part.fork(device), |adapter| adapter.fork(device)))
             }
-            Stored::Heads(heads) => Stored::Heads(heads.map(|part| part.fork(device))),
+            Stored::Heads(heads) => Stored::Heads(Box::new(heads.map(|part| part.fork(device)))),
         })
     }
 
@@ -44,7 +44,7 @@ impl Module for Matrix {
                 |adapter| Module::to_device(adapter, device),
             )),
             Stored::Heads(heads) => {
-                Stored::Heads(heads.map(|part| Module::to_device(part, device)))
+                Stored::Heads(Box::new(heads.map(|part| Module::to_device(part, device))))
             }
         })
     }
