@@ -308,7 +308,7 @@ fn pass_prompt<T: Target>(
     Ok(Pass { wall, forward, first_launched: false, guesses })
 }
 
-/// Generates tokens greedily, or those of the plan's text.
+/// Generates tokens greedily, or follows the plan's text.
 fn generate<T: Target>(
     device: &On<T>,
     model: &LanguageModel,

@@ -15,13 +15,11 @@ use crate::{
         Stop, ids_to_tensor,
         picker::{Picker, Waiting, pick_each},
         read,
+        speculate::MOST_GUESSES,
     },
     pass::PendingTokens,
     spans::PHASE,
 };
-
-/// The most guesses of all texts in a step.
-const MOST: usize = 15;
 
 /// Why a text ends, or why no token could be picked for it.
 type Ended = core::result::Result<Stop, Error>;
@@ -58,10 +56,10 @@ impl Batch<'_> {
         // Tokens that a device picks are not known here before the next step.
         let on_host = |text: &Text| matches!(text.picker, Picker::Host(_));
         let most = match self.slots.iter().flatten().all(on_host) {
-            true => MOST / self.slots.iter().flatten().count().max(1),
+            true => MOST_GUESSES / self.slots.iter().flatten().count().max(1),
             false => 0,
         };
-        let (room, vocab) = (self.cache.room(), self.model.vocab_size());
+        let room = self.cache.room();
         let mut rows = vec![];
         for (slot, &len) in self.slots.iter_mut().zip(self.cache.lens()) {
             let Some(text) = slot else {
@@ -72,8 +70,7 @@ impl Batch<'_> {
             let left = text.max_tokens.saturating_sub(text.ids.len() - text.n_prompt);
             let most = most.min(left.saturating_sub(1)).min(room.saturating_sub(len + 1));
             if let Some(drafter) = &mut text.drafter {
-                let guesses = drafter.draft(most)?.into_iter();
-                row.extend(guesses.take_while(|&id| (id as usize) < vocab));
+                row.extend(drafter.draft(most)?);
             }
             rows.push(row);
         }
@@ -101,8 +98,8 @@ impl Batch<'_> {
     /// guesses are right. Returns the texts that end.
     fn verify(&mut self, rows: &[Vec<u32>], tokens: &[usize]) -> Result<Vec<Option<Ended>>> {
         let lens = self.cache.lens().to_vec();
-        let (logits, pending, seq) = self.draft(rows, tokens)?;
-        let [_, _, vocab] = logits.dims();
+        let (logits, pending) = self.draft(rows, tokens)?;
+        let [_, seq, vocab] = logits.dims();
         let logits = read(logits)?;
         let (mut ended, mut kept) = (vec![], vec![]);
         for (i, row) in rows.iter().enumerate() {
@@ -135,12 +132,8 @@ impl Batch<'_> {
         Ok(ended)
     }
 
-    /// Returns the logits `[slots, seq, vocab]` of the rows, their tokens, and `seq`.
-    fn draft(
-        &mut self,
-        rows: &[Vec<u32>],
-        tokens: &[usize],
-    ) -> Result<(Tensor<3>, PendingTokens, usize)> {
+    /// Returns the logits of the rows, `[slots, seq, vocab]`, and their tokens.
+    fn draft(&mut self, rows: &[Vec<u32>], tokens: &[usize]) -> Result<(Tensor<3>, PendingTokens)> {
         let seq = tokens.iter().copied().max().unwrap_or(0);
         let padded = |row: &Vec<u32>| {
             let padding = std::iter::repeat_n(0, seq - row.len());
@@ -148,8 +141,7 @@ impl Batch<'_> {
         };
         let ids: Vec<u32> = rows.iter().flat_map(padded).collect();
         let ids = ids_to_tensor(&ids, [rows.len(), seq], self.device);
-        let (logits, pending) = self.model.draft(ids, tokens, self.cache)?;
-        Ok((logits, pending, seq))
+        self.model.draft(ids, tokens, self.cache)
     }
 
     /// Gives the text in slot `i` its next token, when `remaining` more tokens fit. Returns why it

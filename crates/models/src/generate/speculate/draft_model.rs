@@ -23,15 +23,17 @@ pub struct DraftModel {
     model: LanguageModel,
     /// The time of a step of this model, as a share of a step of the other.
     step: f32,
+    /// The size of the other's vocabulary.
+    vocab: usize,
 }
 
 impl DraftModel {
-    /// Takes a model on the device of `target`. Its tokens must be those of `target`; the caller
-    /// compares the tokenizers.
+    /// Takes a model on the device of `target`. Both must have the same tokens, except for ids that
+    /// only one has; the caller compares the tokenizers.
     pub fn new(model: LanguageModel, target: &LanguageModel) -> Self {
         // Steps take as long as it takes to read the weights.
         let step = model.weight_bytes() as f32 / target.weight_bytes().max(1) as f32;
-        Self { model, step }
+        Self { model, step, vocab: target.vocab_size() }
     }
 }
 
@@ -43,11 +45,9 @@ const REST: [usize; 2] = [16, 256];
 #[derive(Debug)]
 pub(super) struct ModelDrafter {
     lookup: Lookup,
-    model: LanguageModel,
-    step: f32,
+    draft: DraftModel,
     device: Device,
     cache: PromptCache,
-    text: Vec<u32>,
     /// The guesses of the model for the next tokens.
     guessed: VecDeque<u32>,
     share: Share,
@@ -67,17 +67,15 @@ impl ModelDrafter {
         text: &[u32],
         device: &Device,
     ) -> Result<Self> {
-        let model = draft.model.clone();
+        let model = &draft.model;
         // Guesses that were wrong are removed, which leaves a cache in float exact.
         let config = KvCacheConfig::float().with_capacity(cache.room().min(model.max_positions()));
         let own = PromptCache::new(model.new_cache(config, 1, device)?, Checkpoints::None)?;
         Ok(Self {
             lookup: Lookup::new(text),
-            model,
-            step: draft.step,
+            draft: draft.clone(),
             device: device.clone(),
             cache: own,
-            text: text.to_vec(),
             guessed: VecDeque::new(),
             share: Share(0.7),
             rest: 0,
@@ -87,13 +85,12 @@ impl ModelDrafter {
 
     /// Returns how many guesses pay, at most `most`.
     fn pays(&self, most: usize) -> usize {
-        best(std::iter::repeat_n(self.share.0, most), ROW + self.step)
+        best(std::iter::repeat_n(self.share.0, most), ROW + self.draft.step)
     }
 }
 
 impl Drafter for ModelDrafter {
     fn push(&mut self, id: u32) {
-        self.text.push(id);
         self.lookup.push(id);
         self.rest = self.rest.saturating_sub(1);
         if let Some(guess) = self.guessed.pop_front() {
@@ -106,9 +103,10 @@ impl Drafter for ModelDrafter {
 
     fn draft(&mut self, most: usize) -> Result<Vec<u32>> {
         let found = self.lookup.draft(most)?;
-        let fits = self.text.len() + most <= self.model.max_positions();
-        let known = self.text.iter().all(|&id| (id as usize) < self.model.vocab_size());
-        if !found.is_empty() || self.rest > 0 || most == 0 || !fits || !known {
+        let (text, model) = (&self.lookup.text, &self.draft.model);
+        let fits = || text.len() + most <= model.max_positions();
+        let knows = || text.iter().all(|&id| (id as usize) < model.vocab_size());
+        if !found.is_empty() || self.rest > 0 || most == 0 || !fits() || !knows() {
             self.guessed.clear();
             return Ok(found);
         }
@@ -120,13 +118,14 @@ impl Drafter for ModelDrafter {
         } else {
             self.next_rest = REST[0];
         }
-        self.cache.reuse(&self.text)?;
+        self.cache.reuse(text)?;
         let options = GenerateOptions { max_tokens: n, ..GenerateOptions::default() };
         let chunk = options.prefill_chunk;
-        let logits = self.cache.prefill(&self.model, &self.text, chunk, &self.device, || true)?;
+        let logits = self.cache.prefill(model, text, chunk, &self.device, || true)?;
         let Some(logits) = logits else { return Ok(vec![]) };
-        let guesses =
-            self.cache.generate(&self.model, logits, &options, &self.device, |_| true)?.ids;
+        let mut guesses = self.cache.generate(model, logits, &options, &self.device, |_| true)?.ids;
+        let known = guesses.iter().take_while(|&&id| (id as usize) < self.draft.vocab).count();
+        guesses.truncate(known);
         self.guessed = guesses.iter().copied().collect();
         Ok(guesses)
     }

@@ -18,7 +18,7 @@ const LONGEST: usize = 32;
 /// not slowed down.
 #[derive(Debug)]
 pub(super) struct Lookup {
-    text: Vec<u32>,
+    pub(super) text: Vec<u32>,
     found: Option<Occurrence>,
     /// By [`Occurrence::class`].
     shares: [Share; 7],

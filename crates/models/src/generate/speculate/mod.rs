@@ -91,8 +91,8 @@ pub struct Guesses {
     pub right: usize,
 }
 
-/// The most guesses of a pass.
-const MOST: usize = 15;
+/// The most guesses of a pass, of all its texts.
+pub(super) const MOST_GUESSES: usize = 15;
 
 /// Decode steps of one sequence with guesses.
 #[derive(Debug)]
@@ -181,11 +181,8 @@ impl<'a> Drafting<'a> {
             return Ok(verified.next());
         }
         self.finish()?;
-        let most = MOST.min(self.remaining().saturating_sub(1));
-        let vocab = model.vocab_size();
-        let mut guesses = self.drafter.draft(most)?;
-        // A draft model may have a larger vocabulary.
-        guesses.truncate(guesses.iter().take_while(|id| (**id as usize) < vocab).count());
+        let most = MOST_GUESSES.min(self.remaining().saturating_sub(1));
+        let guesses = self.drafter.draft(most)?;
         if guesses.is_empty() {
             let logits = model.step(ids_to_tensor(&[id], [1, 1], device), self.cache)?;
             return Ok(logits.squeeze_dim(1));
