@@ -13,7 +13,7 @@ const REPEATING: &str =
     "The evening passed quietly. The evening passed quietly. The evening passed";
 
 fn reply(model: &str, more: &[&str]) -> Value {
-    let args = ["generate", "-m", model, "--no-chat", "-p", REPEATING, "-n", "40", "--json"];
+    let args = ["generate", "-m", model, "--no-chat", "-p", REPEATING, "-n", "120", "--json"];
     let outcome = kv_eval(&[&args[..], more].concat());
     assert_eq!(outcome.code, 0, "{more:?}: {}", outcome.stderr);
     serde_json::from_str(&outcome.stdout).unwrap()
@@ -30,8 +30,7 @@ fn guesses_change_no_text() {
             assert_eq!(guessed["usage"], plain["usage"]);
             let count = |field: &str| guessed["timings"][field].as_u64().unwrap_or(0);
             assert!(count("draft_n") >= count("draft_n_accepted"), "{guessed}");
-            let draft = more.first() == Some(&"--draft-model");
-            assert!(!draft || count("draft_n_accepted") > 10, "{guessed}");
+            assert!(count("draft_n_accepted") > 10, "{more:?}: {guessed}");
         }
     }
 }
