@@ -394,7 +394,10 @@ mod tests {
         };
         assert!(plan.check(1024).is_ok());
         for (plan, message) in [
-            (LlmPlan { text: vec![0; 1024], ..plan.clone() }, "text 1024: must have at least 1025"),
+            (
+                LlmPlan { text: vec![0; 1024], ..plan.clone() },
+                "text 1024: must have at least 1025 tokens for these depths",
+            ),
             (LlmPlan { generate: 49, ..plan.clone() }, "generate 49: must be at least 50"),
             (LlmPlan { prompt: 0, ..plan.clone() }, "prompt 0: must be at least 1"),
             (LlmPlan { repetitions: 1, ..plan.clone() }, "repetitions 1: must be at least 2"),
