@@ -33,7 +33,9 @@ impl StopStrings {
         }
         self.held += piece;
         // The stop string that is complete first wins, as if the text came character by character.
-        let matches = self.stops.iter().filter_map(|stop| Some((self.held.find(stop)?, stop)));
+        // A search prepares the whole stop string, so it is not worth it for a longer one.
+        let stops = self.stops.iter().filter(|stop| stop.len() <= self.held.len());
+        let matches = stops.filter_map(|stop| Some((self.held.find(stop)?, stop)));
         if let Some((at, stop)) = matches.min_by_key(|(at, stop)| (at + stop.len(), *at)) {
             self.found = Some(stop.clone());
             self.held.truncate(at);
@@ -56,7 +58,8 @@ impl StopStrings {
     /// Returns the number of bytes at the end of the text that a stop string may begin with.
     fn undecided(&self) -> usize {
         let begins = |stop: &String| {
-            let lengths = (1..stop.len()).rev().filter(|n| stop.is_char_boundary(*n));
+            let most = self.held.len().min(stop.len() - 1);
+            let lengths = (1..=most).rev().filter(|n| stop.is_char_boundary(*n));
             lengths.into_iter().find(|n| self.held.ends_with(&stop[..*n]))
         };
         self.stops.iter().filter_map(begins).max().unwrap_or(0)
@@ -66,6 +69,8 @@ impl StopStrings {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
 
     use super::*;
@@ -87,6 +92,19 @@ mod tests {
         let mut none = StopStrings::new([""; 0]).unwrap();
         assert_eq!((none.push("x"), none.found()), ("x".into(), None));
         assert!(StopStrings::new(["a", ""]).unwrap_err().to_string().starts_with("stop = "));
+    }
+
+    /// The work for a piece depends on the held text, not on the length of a stop string.
+    #[test]
+    fn long_stop_strings_take_no_time() {
+        let mut stops = StopStrings::new(["y".repeat(4 << 20)]).unwrap();
+        let start = Instant::now();
+        for _ in 0..2000 {
+            assert_eq!((stops.push("yx"), stops.push("y")), ("yx".into(), String::new()));
+            assert_eq!(stops.push("x"), "yx");
+        }
+        let time = start.elapsed();
+        assert!(time < Duration::from_secs(2), "{time:?}");
     }
 
     /// A text in any pieces ends at the same position as the whole text.

@@ -25,6 +25,30 @@ impl Tokenizer {
         }
     }
 
+    /// Returns whether the bytes of `id` begin with the first byte of a character.
+    pub(super) fn begins_character(&self, id: u32) -> bool {
+        let first = self.token_bytes(id).and_then(|bytes| bytes.first().copied());
+        first.is_some_and(|byte| byte & 0xC0 != 0x80)
+    }
+
+    /// Returns whether more bytes can complete a character at the end of `ids`.
+    pub(super) fn ends_inside_character(&self, ids: &[u32]) -> bool {
+        /// The most bytes of an incomplete character.
+        const MOST: usize = 3;
+        let mut end = vec![];
+        for &id in ids.iter().rev() {
+            end = [self.token_bytes(id).unwrap_or_default(), end].concat();
+            if end.len() >= MOST {
+                break;
+            }
+        }
+        let is_incomplete = |n: usize| {
+            let read = std::str::from_utf8(&end[end.len() - n..]);
+            read.is_err_and(|error| error.error_len().is_none())
+        };
+        (1..=end.len().min(MOST)).any(is_incomplete)
+    }
+
     /// Returns whether `id` is a control token, such as an end-of-text token.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner.get_added_tokens_decoder().get(&id).is_some_and(|token| token.special)

@@ -144,7 +144,25 @@ impl Tokenizer {
 
     /// Returns a decoder for one id at a time, see [`TextStream`].
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: vec![], n_returned: 0 }
+        self.stream_after(&[])
+    }
+
+    /// Returns a decoder as [`stream`](Self::stream) does, for a text that continues `ids`. Their
+    /// text is not returned, but the first token keeps a space at its start, which some decoders
+    /// remove from the first token of a text.
+    pub fn stream_after(&self, ids: &[u32]) -> TextStream<'_> {
+        let last = &ids[ids.len().saturating_sub(MOST_CONTEXT)..];
+        let start = last.iter().rposition(|&id| self.begins_character(id));
+        let ids = last[start.unwrap_or(last.len().saturating_sub(1))..].to_vec();
+        // A decoder that fails does so again for the first id that is pushed.
+        let mut returned = self.decode(&ids).unwrap_or_default();
+        let mut n_context = ids.len();
+        if self.ends_inside_character(&ids) {
+            // The ids of the incomplete character are kept until it is complete.
+            n_context = 0;
+            returned.truncate(returned.trim_end_matches(char::REPLACEMENT_CHARACTER).len());
+        }
+        TextStream { tokenizer: self, ids, n_context, returned, holds: false }
     }
 
     /// Returns the id of the begin-of-text token, if the files name one.
@@ -238,15 +256,26 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
+/// The most ids at the end of a text that one character spans, which has at most four bytes.
+const MOST_HELD: usize = 4;
+
+/// The most ids before a text among which its context is searched.
+const MOST_CONTEXT: usize = 8;
+
 /// Decodes ids as they arrive. A character that spans several ids is held back until it is
 /// complete.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The id that last completed a text, if any, then the ids that are held back.
+    /// The context, whose text was returned, and then the ids that are held back. Decoders need a
+    /// context, because some treat the first token of a text differently. It begins with a whole
+    /// character, because neighboring byte tokens are valid only together.
     ids: Vec<u32>,
-    /// Bytes of the text of `ids` that were returned already.
-    n_returned: usize,
+    n_context: usize,
+    /// The start of the text of `ids` that was returned.
+    returned: String,
+    /// Set if ids are held back.
+    holds: bool,
 }
 
 impl TextStream<'_> {
@@ -255,15 +284,35 @@ impl TextStream<'_> {
     /// # Errors
     /// Fails as [`Tokenizer::decode`] does.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        self.ids.push(id);
-        let text = self.tokenizer.decode(&self.ids)?;
-        if text.ends_with(char::REPLACEMENT_CHARACTER) || !text.is_char_boundary(self.n_returned) {
+        // Decoders skip such an id, so it must not count as part of a character.
+        if self.tokenizer.id_to_token(id).is_none() {
             return Ok(String::new());
         }
-        let new = text[self.n_returned.min(text.len())..].to_string();
-        // The last id stays as context: some decoders treat the first token of a text differently.
-        self.ids = vec![id];
-        self.n_returned = self.tokenizer.decode(&self.ids)?.len();
+        self.ids.push(id);
+        let mut new = self.new_text()?;
+        let has_replacement = new.contains(char::REPLACEMENT_CHARACTER);
+        self.holds = new.ends_with(char::REPLACEMENT_CHARACTER)
+            && self.tokenizer.ends_inside_character(&self.ids);
+        if self.holds {
+            if self.ids.len() - self.n_context <= MOST_HELD {
+                return Ok(String::new());
+            }
+            // Only the last ids can belong to the last character, so the text before it is
+            // returned. Otherwise ids that each begin a character would pile up.
+            new.pop();
+            self.ids.drain(..self.ids.len() - MOST_HELD);
+            self.n_context = 0;
+            self.returned = self.tokenizer.decode(&self.ids)?;
+            self.returned.pop();
+            return Ok(new);
+        }
+        let held = self.ids.split_off(self.n_context);
+        // Beside an invalid byte token, the next ones would be invalid too.
+        if self.ids.is_empty() || !has_replacement {
+            self.ids = held;
+        }
+        self.n_context = self.ids.len();
+        self.returned = self.tokenizer.decode(&self.ids)?;
         Ok(new)
     }
 
@@ -272,7 +321,16 @@ impl TextStream<'_> {
     /// # Errors
     /// Fails as [`Tokenizer::decode`] does.
     pub fn finish(self) -> Result<String> {
+        if self.holds { self.new_text() } else { Ok(String::new()) }
+    }
+
+    /// Returns the text of the ids that was not returned yet.
+    fn new_text(&self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
-        Ok(text.get(self.n_returned..).unwrap_or_default().to_string())
+        match text.strip_prefix(self.returned.as_str()) {
+            Some(new) => Ok(new.into()),
+            // An incomplete character also makes the byte tokens before it invalid.
+            None => self.tokenizer.decode(&self.ids[self.n_context..]),
+        }
     }
 }

@@ -40,3 +40,4 @@ mod sixteen_bits;
 mod speculate;
 mod tokenizer;
 mod tokenizer_bos;
+mod tokenizer_stream;

@@ -188,8 +188,10 @@ pub(crate) struct TextOut<'a> {
 }
 
 impl<'a> TextOut<'a> {
-    pub(crate) fn new(tokenizer: &'a Tokenizer, stops: &StopStrings) -> Self {
-        Self { stream: Some(tokenizer.stream()), stops: stops.clone(), text: String::new() }
+    /// Creates the text that continues `prompt`.
+    pub(crate) fn after(tokenizer: &'a Tokenizer, prompt: &[u32], stops: &StopStrings) -> Self {
+        let stream = Some(tokenizer.stream_after(prompt));
+        Self { stream, stops: stops.clone(), text: String::new() }
     }
 
     pub(crate) fn push(&mut self, id: u32) -> Result<String> {

@@ -68,11 +68,11 @@ impl<T: Target> Writer<'_, T> {
         for (i, prompt) in prompts.iter().enumerate() {
             batch.push(prompt).with_context(|| prompt_label(i))?;
         }
-        let new = |number| {
-            let out = TextOut::new(self.tokenizer, &self.stops);
+        let new = |(number, prompt): (usize, &Vec<u32>)| {
+            let out = TextOut::after(self.tokenizer, prompt, &self.stops);
             Some(Lines { number, out, line: String::new(), prints: self.json.prints_texts() })
         };
-        let mut texts: Vec<_> = (1..=prompts.len()).map(new).collect();
+        let mut texts: Vec<_> = (1..).zip(prompts).map(new).collect();
         self.interrupt.begin();
         let mut interrupted = false;
         while let Some(event) = batch.next_event()? {

@@ -71,7 +71,7 @@ impl<T: Target> Writer<'_, T> {
         };
         let (prefill_time, n_prefilled) = (start.elapsed(), held.tokens().len() - n_held);
         self.n_prompt = held.tokens().len();
-        let mut out = TextOut::new(self.tokenizer, &self.stops);
+        let mut out = TextOut::after(self.tokenizer, ids, &self.stops);
         let mut failure = None;
         // Generation stops if the output is closed.
         let on_token = |id| {
