@@ -215,12 +215,47 @@ fn salts_share_nothing() {
     assert_eq!(served.hit(&mut store, "b", &ids), 16);
     let stats = store.stats();
     assert_eq!((one.blocks, stats.blocks), (6, 8));
-    assert_eq!(stats.bytes, one.bytes / 6 * 8);
+    // A salt takes one byte.
+    assert_eq!(stats.bytes, (one.bytes - 1) / 6 * 8 + 2);
     assert_eq!((stats.lookups, stats.hits, stats.hit_tokens, stats.prompt_tokens), (3, 2, 64, 150));
     store.clear();
     let stats = store.stats();
     assert_eq!((stats.blocks, stats.bytes, stats.hits), (0, 0, 2));
     assert_eq!(served.hit(&mut store, "a", &ids), 0);
+}
+
+/// Salts of a thousand bytes take memory from the blocks.
+#[test]
+fn salts_count_as_bytes() {
+    let model = &load(tiny("llama-tiny"), &device()).unwrap().model;
+    let served = Served::new(model, "kint8vint8", 8);
+    let (ids, other) = (text(17, 8), text(17, 9));
+    let mut store = served.store(usize::MAX);
+    served.insert(&mut store, "", &ids[..8]);
+    let block = store.stats().bytes;
+    let holds = |store: &PrefixCache| (store.stats().blocks, store.stats().bytes);
+    let salt = |i: usize| format!("{i:01000}");
+    let mut store = served.store(3 * (block + 1000));
+    for i in 0..10 {
+        served.insert(&mut store, &salt(i), &ids[..8]);
+        let n = (i + 1).min(3);
+        assert_eq!(holds(&store), (n, n * (block + 1000)));
+    }
+    let hits = [9, 8, 7, 6].map(|i| served.hit(&mut store, &salt(i), &ids));
+    assert_eq!(hits, [8, 8, 8, 0]);
+    // The next block of a stored salt takes the place of the oldest prompt.
+    served.insert(&mut store, &salt(9), &ids[..16]);
+    assert_eq!(holds(&store), (3, 3 * block + 2000));
+    // The only prompt of a salt makes room for the next one.
+    let mut store = served.store(block + 1000);
+    for prompt in [&ids, &other] {
+        served.insert(&mut store, &salt(1), &prompt[..8]);
+        assert_eq!(holds(&store), (1, block + 1000));
+        assert_eq!(served.hit(&mut store, &salt(1), prompt), 8);
+    }
+    let mut store = served.store(block + 999);
+    served.insert(&mut store, &salt(1), &ids[..8]);
+    assert_eq!(holds(&store), (0, 0));
 }
 
 /// Prompts that were not used for the longest time make room for others.

@@ -127,6 +127,44 @@ fn stale_files_are_removed_and_foreign_ones_kept() {
     assert_eq!(files(dir).len(), foreign.len());
 }
 
+/// Removes the tokens of a block from the metadata of a file, as earlier versions wrote it.
+fn remove_block_tokens(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header = String::from_utf8(bytes[8..end].to_vec()).unwrap();
+    let field = r#",\"block_tokens\":8"#;
+    assert_contains(&header, &[field]);
+    let header = header.replace(field, &" ".repeat(field.len()));
+    let fields: serde_json::Value = serde_json::from_str(&header).unwrap();
+    // The first checksum is that of the header.
+    let at = end + fields["checksums"]["data_offsets"][0].as_u64().unwrap() as usize;
+    bytes[8..end].copy_from_slice(header.as_bytes());
+    bytes[at..at + 4].copy_from_slice(&crc32fast::hash(header.as_bytes()).to_le_bytes());
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn files_of_earlier_versions_are_skipped_and_replaced() {
+    let (on, scratch) = (device(), tempfile::tempdir().unwrap());
+    let dir = scratch.path();
+    let model = &load(tiny("llama-tiny"), &on).unwrap().model;
+    let served = Served::new(model, "k4v4-g8-r16", 8);
+    let whole = filled(&served);
+    whole.save(dir, model, &NAMED).unwrap();
+    let names = files(dir);
+    names.iter().for_each(|path| remove_block_tokens(path));
+    // A saved cache resumes from such a file as before.
+    assert_eq!(SavedCache::open(&names[0]).unwrap().model(), "the-maker");
+    let mut store = served.store(usize::MAX);
+    let notes = store.load(dir, model, served.own.clone(), &on);
+    assert_eq!((notes.len(), store.stats().blocks), (4, 0), "{notes:?}");
+    assert_contains(&notes[3], &["prefix-000003.safetensors", "block_tokens = missing"]);
+    whole.save(dir, model, &NAMED).unwrap();
+    assert_eq!(files(dir), names);
+    assert_eq!(store.load(dir, model, served.own.clone(), &on), [""; 0]);
+    assert_eq!(store.stats().bytes, whole.stats().bytes);
+}
+
 #[test]
 fn files_that_do_not_fit_are_skipped() {
     let (on, scratch) = (device(), tempfile::tempdir().unwrap());
@@ -142,7 +180,7 @@ fn files_that_do_not_fit_are_skipped() {
         (store, notes)
     };
     assert_eq!(load(&dir.join("none"), 8).1, [""; 0]);
-    // A store of another model, of other formats, and of blocks that divide few of the prompts.
+    // A store of another model, of other formats, and of other blocks.
     let other = Served::new(&models[1], "k4v4-g8-r16", 8);
     let notes = other.store(usize::MAX).load(dir, &models[1], other.own.clone(), &on);
     assert_eq!(notes.len(), 4, "{notes:?}");
@@ -153,9 +191,14 @@ fn files_that_do_not_fit_are_skipped() {
     assert_contains(&notes[0], &["prefix-000000.safetensors", "cache"]);
     let notes = store.load(dir, &models[0], served.own.clone(), &on);
     assert_eq!((notes.len(), store.stats().blocks), (4, 0), "{notes:?}");
-    let (store, notes) = load(dir, 32);
-    assert!(!notes.is_empty() && store.stats().blocks > 0, "{notes:?}");
-    assert_contains(&notes[0], &["multiple of the 32 tokens"]);
+    // Blocks of 4 tokens divide all of the prompts, and blocks of 32 some of them.
+    for block in [4, 16, 32] {
+        let (store, notes) = load(dir, block);
+        assert_eq!((notes.len(), store.stats().blocks), (4, 0), "{notes:?}");
+        let asked = format!("{block} is requested");
+        let parts = ["prefix-000000.safetensors", "block_tokens = 8", &asked, "--prefill-chunk"];
+        assert_contains(&notes[0], &parts);
+    }
     // A damaged byte or end of a file loses its prompt only.
     for path in files(dir) {
         let bytes = fs::read(&path).unwrap();

@@ -1,6 +1,6 @@
 //! Random prompts with shared prefixes, against a plain map of prefixes and against new caches.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kv_models::{PrefixStats, load};
 use rand::{RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
@@ -70,7 +70,15 @@ impl Oracle {
     }
 
     fn bytes(&self) -> usize {
-        self.map.values().map(|entry| entry.block_bytes + entry.tail.unwrap_or(0)).sum()
+        let entries = self.map.values().map(|entry| entry.block_bytes + entry.tail.unwrap_or(0));
+        let salts: BTreeSet<&str> = self.map.keys().map(|(salt, _)| salt.as_str()).collect();
+        entries.sum::<usize>() + salts.into_iter().map(str::len).sum::<usize>()
+    }
+
+    /// Returns the bytes that the first prefix of a salt adds for it.
+    fn new_salt_bytes(&self, salt: &str) -> usize {
+        let is_stored = self.map.keys().any(|(other, _)| other == salt);
+        if is_stored { 0 } else { salt.len() }
     }
 
     fn stats(&self) -> PrefixStats {
@@ -137,11 +145,12 @@ impl Oracle {
         let complete = held == n && self.map[&of(n)].tail.is_some();
         let best = (held..=n).rev().find(|&i| {
             let restorable = i == n || self.sizes[i][1] == 0;
-            i > 0 && (i > held || i == n) && restorable && own + added(i) <= self.max_bytes
+            let bytes = salt.len() + own + added(i);
+            i > 0 && (i > held || i == n) && restorable && bytes <= self.max_bytes
         });
         if let Some(best) = best.filter(|_| !complete) {
             let added = added(best);
-            while self.bytes() + added > self.max_bytes {
+            while self.bytes() + self.new_salt_bytes(salt) + added > self.max_bytes {
                 let is_kept = |key: &Key| key.0 == salt && prefix.starts_with(&key.1);
                 let (leaves, others): (Vec<_>, Vec<_>) =
                     self.map.iter().partition(|(key, _)| self.is_leaf(key) && !is_kept(key));
@@ -199,8 +208,12 @@ fn random_prompts(name: &str, cache: &str, block: usize, blocks: usize, n: usize
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(block as u64);
     let mut fresh: BTreeMap<Vec<u32>, Vec<Vec<u32>>> = BTreeMap::new();
     let mut seen: Vec<Vec<u32>> = vec![];
+    let salts = [String::new(), "b".repeat(300), "c".repeat(900)];
     for round in 0..n {
-        let salt = if rng.random_range(0..5) == 0 { "b" } else { "" };
+        let salt = match rng.random_range(0..5) {
+            0 => &salts[if round % 4 == 0 { 2 } else { 1 }],
+            _ => &salts[0],
+        };
         // A recent prompt, its beginning with another end, or a longer prompt.
         let mut prompt = match seen.len() {
             0 => vec![],
@@ -218,7 +231,8 @@ fn random_prompts(name: &str, cache: &str, block: usize, blocks: usize, n: usize
         }
         seen.push(prompt.clone());
 
-        let what = format!("{name} {cache} round {round}: {} tokens of {salt:?}", prompt.len());
+        let sizes = format!("{} tokens and {} bytes of salt", prompt.len(), salt.len());
+        let what = format!("{name} {cache} round {round}: {sizes}");
         let mut held = served.cache();
         let hit = store.restore(salt, &prompt, &mut held).unwrap();
         assert_eq!(hit, oracle.restore(salt, &prompt), "{what}");

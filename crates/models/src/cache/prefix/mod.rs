@@ -83,7 +83,7 @@ pub struct PrefixCache {
 pub struct PrefixStats {
     /// Stored blocks.
     pub blocks: usize,
-    /// Bytes of stored pieces, tails and tokens.
+    /// Bytes of stored pieces, tails, tokens and salts.
     pub bytes: usize,
     /// Calls of [`PrefixCache::restore`].
     pub lookups: usize,
@@ -111,7 +111,7 @@ pub(super) struct Stored<'a> {
 
 impl PrefixCache {
     /// Creates an empty store for caches like `like`, with blocks of `block_tokens` tokens. It
-    /// holds at most `max_bytes` bytes of pieces, tails and tokens.
+    /// holds at most `max_bytes` bytes of pieces, tails, tokens and salts.
     ///
     /// # Errors
     /// Fails for blocks without tokens, for a cache without layers, and for blocks that are larger
@@ -230,7 +230,8 @@ impl PrefixCache {
         let ends = (first..=n).map(|i| self.layers.places(i * block));
         let ends = ends.collect::<Result<Vec<Places>>>()?;
         let has_tail = path.last().is_some_and(|&id| held == n && self.trie.tail(id).is_some());
-        let Some((n_stored, added)) = self.fitting(&path, n, &ends).filter(|_| !has_tail) else {
+        let fitting = self.fitting(salt, &path, n, &ends);
+        let Some((n_stored, added)) = fitting.filter(|_| !has_tail) else {
             self.trie.touch(&path);
             return Ok(());
         };
@@ -249,7 +250,8 @@ impl PrefixCache {
         let blocks: Vec<Block> = (held + 1..=n_stored).map(new).collect();
         let own = if held == n { tail(n) } else { None };
 
-        while self.trie.bytes() + added > self.max_bytes {
+        // The salt is removed with its last prompt, and then stored again.
+        while self.trie.bytes() + self.trie.new_salt_bytes(salt) + added > self.max_bytes {
             let Some(evicted) = self.trie.evict(&path) else { break };
             self.counts.evicted_blocks += evicted.blocks;
             self.counts.evicted_tails += evicted.tails;
@@ -264,8 +266,15 @@ impl PrefixCache {
 
     /// Returns how many of `n` blocks are to be stored so that they can be restored and fit into
     /// the store beside the stored ones, `path`, and the bytes that they add; `None` for no new
-    /// block. `ends` has the places at the ends of the last of `path` and of the new blocks.
-    fn fitting(&self, path: &[Id], n: usize, ends: &[Places]) -> Option<(usize, usize)> {
+    /// block. `ends` has the places at the ends of the last of `path` and of the new blocks. The
+    /// bytes of the salt fit too, but are not in the result.
+    fn fitting(
+        &self,
+        salt: &str,
+        path: &[Id],
+        n: usize,
+        ends: &[Places],
+    ) -> Option<(usize, usize)> {
         let (held, first) = (path.len(), path.len().max(1));
         // Tails of shorter prefixes can be removed.
         let stored: usize = path.iter().map(|&id| self.trie.block_bytes(id)).sum();
@@ -278,7 +287,7 @@ impl PrefixCache {
             let added = end.block_bytes() - before
                 + (i - held) * size_of::<u32>() * self.block_tokens
                 + end.tail_bytes();
-            (stored + added <= self.max_bytes).then_some((i, added))
+            (salt.len() + stored + added <= self.max_bytes).then_some((i, added))
         };
         (first..=n).rev().find_map(|i| fits(&i))
     }

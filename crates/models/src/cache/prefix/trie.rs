@@ -57,7 +57,7 @@ impl Trie {
         self.nodes.len() - self.roots.len()
     }
 
-    /// Returns the bytes of pieces, tails and tokens.
+    /// Returns the bytes of pieces, tails, tokens and salts.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -83,6 +83,11 @@ impl Trie {
     /// Returns the tail of a cache that ends at a node, if it is stored.
     pub(super) fn tail(&self, id: Id) -> Option<&[u8]> {
         self.nodes[&id].tail.as_deref()
+    }
+
+    /// Returns the bytes that a first block of `salt` adds for the salt.
+    pub(super) fn new_salt_bytes(&self, salt: &str) -> usize {
+        if self.roots.contains_key(salt) { 0 } else { salt.len() }
     }
 
     /// Returns the bytes of the piece and the tokens of a node.
@@ -147,6 +152,7 @@ impl Trie {
             None => {
                 let root = self.put(None, [].into(), None);
                 self.roots.insert(salt.into(), root);
+                self.bytes += salt.len();
                 root
             }
         }
@@ -202,7 +208,8 @@ impl Trie {
         node.children.retain(|_, child| *child != id);
         if node.parent.is_none() && node.children.is_empty() {
             self.nodes.remove(&parent);
-            self.roots.retain(|_, root| *root != parent);
+            let salts = self.roots.extract_if(.., |_, root| *root == parent);
+            self.bytes -= salts.map(|(salt, _)| salt.len()).sum::<usize>();
             return None;
         }
         Some(parent)

@@ -56,6 +56,9 @@ pub(super) struct Header {
     /// The salt of a prompt that a prefix cache saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) salt: Option<String>,
+    /// The tokens of a block of that prefix cache; files of earlier versions do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) block_tokens: Option<usize>,
 }
 
 /// The model that filled the cache.

@@ -1,8 +1,8 @@
 //! Saves prefix caches to folders.
 //!
 //! Each prompt that is not the prefix of another has a file `prefix-NNNNNN.safetensors`, in the
-//! order of last use. It is a saved cache with the salt of the prompt. Its checkpoints are the
-//! tails of shorter prefixes.
+//! order of last use. It is a saved cache with the salt of the prompt and the number of tokens of a
+//! block. Its checkpoints are the tails of shorter prefixes.
 
 use std::{
     collections::BTreeSet,
@@ -38,8 +38,8 @@ impl PrefixCache {
     /// [`load`](Self::load) reads them. `model` filled the caches; `named` is for messages.
     ///
     /// Each file is written beside its place and moved there when it is complete. Then files that
-    /// an earlier store of the same model and formats has written are removed. Other files are
-    /// never changed.
+    /// an earlier store of the same model and formats has written are removed, whatever its blocks
+    /// were. Other files are never changed.
     ///
     /// # Errors
     /// Fails for a `model` with other layers, and for system errors. Every file is then complete,
@@ -61,7 +61,8 @@ impl PrefixCache {
             let checkpoints = tails.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
             let cache = self.cache(salt, &tokens)?;
             let header = cache.header(model, maker.clone(), &named, &checkpoints)?;
-            let header = Header { salt: Some(salt.into()), ..header };
+            let block_tokens = Some(self.block_tokens());
+            let header = Header { salt: Some(salt.into()), block_tokens, ..header };
             let free = |number: &u64| {
                 let path = dir.join(file_name(*number));
                 fs::symlink_metadata(&path).is_err() || is_of(&path, &own)
@@ -81,7 +82,8 @@ impl PrefixCache {
 
     /// Adds the prefixes that [`save`](Self::save) wrote to the folder `dir`, for `model` and
     /// caches of `config`. Returns a line for each file that was skipped because it is damaged or
-    /// belongs to another model or other formats. A folder that does not exist has no prefixes.
+    /// belongs to another model, other formats or other blocks, and for a file of an earlier
+    /// version that does not name its blocks. A folder that does not exist has no prefixes.
     pub fn load(
         &mut self,
         dir: impl AsRef<Path>,
@@ -133,6 +135,18 @@ impl PrefixCache {
             return wrong("salt", "missing".into(), "must be in a file of a prefix cache".into());
         };
         let block = self.block_tokens();
+        // A cache that was filled in other chunks may have other bits.
+        match file.header.block_tokens {
+            Some(saved) if saved == block => {}
+            Some(saved) => {
+                let rule = format!("{block} is requested; use the same --prefill-chunk");
+                return wrong("block_tokens", saved.to_string(), rule);
+            }
+            None => {
+                let rule = "must be in a file of a prefix cache; the next save replaces the file";
+                return wrong("block_tokens", "missing".into(), rule.into());
+            }
+        }
         let [tokens] = &file.tokens[..] else {
             return wrong("sequences", file.tokens.len().to_string(), "must be 1".into());
         };

@@ -119,6 +119,7 @@ impl ModelCache {
             talk: talk.to_vec(),
             checkpoints: checkpoints.iter().map(|checkpoint| checkpoint.len).collect(),
             salt: None,
+            block_tokens: None,
         })
     }
 
