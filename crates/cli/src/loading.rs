@@ -119,6 +119,24 @@ pub struct MemoryBudget {
     limit: MemoryLimit,
     weights: Rc<RefCell<WeightBytes>>,
     used: Rc<Cell<Used>>,
+    others: Rc<RefCell<Vec<Other>>>,
+}
+
+/// A model that takes memory beside the one of a budget. It has caches in float.
+#[derive(Clone, Debug)]
+struct Other {
+    spec: ModelSpec,
+    weights: WeightBytes,
+}
+
+impl Other {
+    /// Returns its bytes beside a model that is used like this.
+    fn total(&self, usage: &Usage) -> kv_models::Result<u64> {
+        let capacity = usage.cache.capacity.min(self.spec.max_positions);
+        let its = Usage::new(KvCacheConfig::float().with_capacity(capacity));
+        let its = its.with_batch(usage.batch).with_pass(usage.pass);
+        Ok(Planned::new(&self.spec, &self.weights, None).footprint(&its)?.total() as u64)
+    }
 }
 
 /// Bytes on the device.
@@ -134,7 +152,7 @@ struct Used {
 impl MemoryBudget {
     /// Creates a budget with nothing planned yet.
     pub fn new(limit: MemoryLimit) -> Self {
-        Self { limit, weights: Rc::default(), used: Rc::default() }
+        Self { limit, weights: Rc::default(), used: Rc::default(), others: Rc::default() }
     }
 
     /// Returns the bytes that the plan of the load leaves, as far as they are known.
@@ -142,30 +160,45 @@ impl MemoryBudget {
         self.limit.total.map(|total| total.saturating_sub(self.used.get().at_load))
     }
 
-    /// Adds the plan of another model's load, which used the [rest](Self::rest).
-    pub(crate) fn add(&self, other: &Self) {
+    /// Adds the plan of another model's load, which used the [rest](Self::rest). Later checks count
+    /// its weights, and caches in float that are as long as the checked ones.
+    pub(crate) fn add(&self, other: &Self, spec: &ModelSpec) {
         let more = other.used.get().at_load;
         self.change(|used| used.at_load += more);
+        let weights = other.weights.borrow().clone();
+        self.others.borrow_mut().push(Other { spec: spec.clone(), weights });
     }
 
     /// Returns the budget of another model beside this one.
     #[must_use]
     pub fn rest(&self) -> Self {
-        let mut limit = self.limit.clone();
-        limit.total = self.left();
-        limit.source = format!("the rest of {}", limit.source);
-        Self::new(limit)
+        Self::new(self.limit_after(self.used.get().at_load))
     }
 
-    /// Checks that a cache fits, before it is allocated.
+    /// Returns the limit of the memory beside `taken` bytes.
+    fn limit_after(&self, taken: u64) -> MemoryLimit {
+        let mut limit = self.limit.clone();
+        limit.total = limit.total.map(|total| total.saturating_sub(taken));
+        limit.source = format!("the rest of {}", limit.source);
+        limit
+    }
+
+    /// Checks that a cache fits beside the other models, before it is allocated.
     ///
     /// # Errors
     /// Fails for a cache that does not fit; the error names both sizes and a remedy.
     pub fn check(&self, spec: &ModelSpec, usage: &Usage) -> kv_models::Result<()> {
         let weights = self.weights.borrow();
         let planned = Planned::new(spec, &weights, None);
-        planned.check(usage, &self.limit)?;
-        let later = planned.footprint(usage)?.total() as u64;
+        let others = self.others.borrow();
+        let taken: u64 =
+            others.iter().map(|other| other.total(usage)).sum::<kv_models::Result<_>>()?;
+        let limit = match others.is_empty() {
+            true => self.limit.clone(),
+            false => self.limit_after(taken),
+        };
+        planned.check(usage, &limit)?;
+        let later = planned.footprint(usage)?.total() as u64 + taken;
         self.change(|used| used.later = used.later.max(later));
         Ok(())
     }
@@ -290,5 +323,53 @@ impl Drop for Loading {
         if let Some(reserved) = ahead.and_then(CompileAhead::finish) {
             self.budget.change(|used| used.peak = used.peak.max(reserved));
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failing test may panic")]
+mod tests {
+    use std::path::Path;
+
+    use kv_cubecl::On;
+    use kv_models::{LoadOptions, outline};
+
+    use super::*;
+
+    /// A cache that is longer than the plan of the load fits beside the weights of a draft model
+    /// and its cache of the same length.
+    #[test]
+    fn later_caches_fit_beside_other_models() {
+        let device = On::<Flex>::open().unwrap();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/golden/models");
+        let outline = |name| outline(folder.join(name), &device, LoadOptions::default()).unwrap();
+        let [target, draft] = ["llama-tiny", "qwen3-tiny"].map(outline);
+        let (target, draft) = (target.planned(), draft.planned());
+        let usage = |cache: &str, tokens: usize| {
+            let cache = cache.parse::<KvCacheConfig>().unwrap();
+            Usage::new(cache.with_capacity(tokens)).with_batch(2)
+        };
+        let needed = |tokens: usize| {
+            let own = target.footprint(&usage("k4v4-g16-r16", tokens)).unwrap();
+            let its = usage("float", tokens.min(draft.spec.max_positions));
+            (own.total() + draft.footprint(&its).unwrap().total()) as u64
+        };
+        let check = |total: u64, tokens: usize| {
+            let budget = MemoryBudget::new(MemoryLimit::new(Some(total), "--memory"));
+            budget.weights.replace(target.weights.clone());
+            let rest = budget.rest();
+            rest.weights.replace(draft.weights.clone());
+            budget.add(&rest, draft.spec);
+            let checked = budget.clone().check(target.spec, &usage("k4v4-g16-r16", tokens));
+            (budget.used.get().later, checked.map_err(|error| error.to_string()))
+        };
+        for tokens in [100, 400] {
+            let all = needed(tokens);
+            assert_eq!(check(all, tokens), (all, Ok(())));
+            let (later, refused) = check(all - 1, tokens);
+            let error = refused.unwrap_err();
+            assert!(later == 0 && error.contains("the rest of --memory"), "{error}");
+        }
+        assert!(needed(400) > needed(100));
     }
 }

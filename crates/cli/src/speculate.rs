@@ -67,7 +67,7 @@ impl SpeculateArgs {
         let request = MemoryRequest { caches, held: vec![], exact: false, ..request };
         let rest = budget.rest();
         let (draft, its) = source::load_within(&args, Weights::Packed, request, rest, device)?;
-        budget.add(&its);
+        budget.add(&its, draft.model.spec());
         check_tokens(name, &draft.tokenizer, tokenizer)?;
         Ok(Speculate::Model(DraftModel::new(draft.model, model)))
     }
