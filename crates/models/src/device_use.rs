@@ -1,8 +1,10 @@
-//! The memory of a device.
+//! The kind and the memory of a device.
 
 use std::fmt;
 
 use burn::tensor::Device;
+#[cfg(feature = "flex")]
+use kv_cubecl::Target;
 use serde::Serialize;
 
 use crate::shortage::decimal_size;
@@ -24,6 +26,18 @@ impl DeviceUse {
         let usage = device.memory_pool_usage()?;
         Some(Self { peak_bytes: usage.bytes_reserved, planned_bytes: None })
     }
+}
+
+/// Returns whether `device` is the CPU, without autodiff.
+pub(crate) fn is_cpu(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    let is_cpu = kv_cubecl::Flex::hosts(device);
+    #[cfg(not(feature = "flex"))]
+    let is_cpu = {
+        let _ = device;
+        false
+    };
+    is_cpu
 }
 
 impl fmt::Display for DeviceUse {

@@ -12,7 +12,7 @@ use crate::{
     cache::{LayerCache, LayerConfig, ModelCache},
     cache_config::ModelCacheConfig,
     error::{Error, Result},
-    nn::{AttentionObserver, Matrix, Memory, Rope, RopeRows, SparsePlace},
+    nn::{AttentionObserver, Matrix, Memory, Packing, Rope, RopeRows, SparsePlace},
     spans::{LAYER, OPERATION},
     spec::{LayerSpec, ModelSpec},
 };
@@ -45,6 +45,8 @@ pub enum Pass<'a> {
         cache: &'a mut ModelCache,
         /// The number of tokens of each sequence.
         tokens: &'a [usize],
+        /// The places of the tokens, if the pass computes them without padding.
+        packing: Option<&'a Packing>,
     },
     /// Attends as [`Cached`](Self::Cached) or [`Ragged`](Self::Ragged), with tokens that
     /// [`PendingTokens::keep`] may remove again.
@@ -53,6 +55,8 @@ pub enum Pass<'a> {
         cache: &'a mut ModelCache,
         /// The number of tokens of each sequence, at least 2 of one.
         tokens: &'a [usize],
+        /// The places of the tokens, if the pass computes them without padding.
+        packing: Option<&'a Packing>,
         /// Receives what `keep` needs.
         draft: &'a mut PendingTokens,
     },
@@ -70,7 +74,7 @@ impl<'a> Pass<'a> {
     pub(crate) fn over(cache: &'a mut ModelCache, tokens: &'a [usize]) -> Self {
         match cache.is_even() {
             true => Self::Cached(cache),
-            false => Self::Ragged { cache, tokens },
+            false => Self::Ragged { cache, tokens, packing: None },
         }
     }
 }
@@ -99,8 +103,8 @@ impl Pass<'_> {
             Self::Cached(cache) | Self::Observed { cache, .. } => {
                 range_of(cache, rope, seq, device)
             }
-            Self::Ragged { cache, .. } | Self::Draft { cache, .. } => {
-                let positions = cache.positions(seq, device);
+            Self::Ragged { cache, packing, .. } | Self::Draft { cache, packing, .. } => {
+                let positions = positions(cache, *packing, seq, device);
                 match cache.rope_table(rope, device) {
                     Some(table) => RopeRows::at(table, &positions, seq),
                     None => {
@@ -129,9 +133,10 @@ impl Pass<'_> {
             Self::Cached(cache) | Self::Observed { cache, .. } => {
                 table.rows(cache.len(), seq).unsqueeze()
             }
-            Self::Ragged { cache, .. } | Self::Draft { cache, .. } => {
-                let positions = cache.positions(seq, &table.device());
-                table.rows_at(&positions).reshape([cache.batch(), seq, hidden])
+            Self::Ragged { cache, packing, .. } | Self::Draft { cache, packing, .. } => {
+                let positions = positions(cache, *packing, seq, &table.device());
+                let sequences = positions.dims()[0] / seq;
+                table.rows_at(&positions).reshape([sequences, seq, hidden])
             }
             Self::At { position, .. } => {
                 table.rows_at(position).reshape([position.dims()[0], 1, hidden])
@@ -178,12 +183,15 @@ impl Pass<'_> {
                 };
                 memory.shown_to(&mut **observer, index, options)
             }
-            Self::Draft { cache, tokens, .. } => {
+            Self::Draft { cache, tokens, packing, draft } => {
                 let is_even = cache.is_even_with(tokens);
                 let layer = cache.layer_mut(index);
-                if is_even { cached(layer) } else { ragged(layer, tokens) }
+                let memory = if is_even { cached(layer) } else { ragged(layer, tokens) };
+                memory.packed(*packing).drafting(draft.drafted.entry(index).or_default())
             }
-            Self::Ragged { cache, tokens } => ragged(cache.layer_mut(index), tokens),
+            Self::Ragged { cache, tokens, packing } => {
+                ragged(cache.layer_mut(index), tokens).packed(*packing)
+            }
             Self::At { cache, position, .. } => match cache.layer_mut(index) {
                 LayerCache::Kv(cache) => KvMemory::At(cache, position).into(),
                 LayerCache::Sparse(cache) => SparsePlace::At(cache, position).into(),
@@ -198,6 +206,19 @@ fn range_of(cache: &ModelCache, rope: &Rope, seq: usize, device: &Device) -> Rop
     match cache.rope_table(rope, device) {
         Some(table) => RopeRows::range(table, cache.len(), seq),
         None => rope.rows(cache.len(), seq, cache.room(), device),
+    }
+}
+
+/// Returns the positions of the tokens of a pass, `[batch * seq]`, or `[n]` without padding.
+fn positions(
+    cache: &ModelCache,
+    packing: Option<&Packing>,
+    seq: usize,
+    device: &Device,
+) -> Tensor<1, Int> {
+    match packing {
+        Some(packing) => packing.pack_ids(cache.positions(packing.seq(), device)),
+        None => cache.positions(seq, device),
     }
 }
 
@@ -239,13 +260,11 @@ impl PendingTokens {
         spec: &ModelSpec,
         index: usize,
     ) -> Result<Memory<'a>> {
-        let drafted = matches!(pass, Pass::Draft { .. });
         let memory = pass.layer(index);
         match spec.layers[index].shared {
             None if spec.is_shared(index) => {
                 Ok(memory.sharing_with(self.shared.entry(index).or_default()))
             }
-            None if drafted => Ok(memory.drafting(self.drafted.entry(index).or_default())),
             None => Ok(memory),
             Some(owner) => match self.shared.get(&owner) {
                 Some(Some(tokens)) => Ok(memory.sharing(tokens)),
@@ -267,11 +286,11 @@ impl PendingTokens {
             Pass::Cached(cache) | Pass::Observed { cache, .. } => {
                 self.append_to(cache, |cache, tokens| KvMemory::Cached(cache).append_shared(tokens))
             }
-            Pass::Ragged { cache, tokens: added } => self.append_to(cache, |cache, tokens| {
+            Pass::Ragged { cache, tokens: added, .. } => self.append_to(cache, |cache, tokens| {
                 KvMemory::Ragged(cache, added).append_shared(tokens)
             }),
             Pass::Draft { draft, .. } => {
-                **draft = self;
+                draft.shared = self.shared;
                 Ok(())
             }
             Pass::Parallel { .. } | Pass::At { .. } => Ok(()),
@@ -319,9 +338,11 @@ impl fmt::Debug for Pass<'_> {
             Self::Observed { cache, .. } => {
                 f.debug_struct("Observed").field("cache", cache).finish_non_exhaustive()
             }
-            Self::Ragged { cache, tokens } => {
-                f.debug_struct("Ragged").field("cache", cache).field("tokens", tokens).finish()
-            }
+            Self::Ragged { cache, tokens, .. } => f
+                .debug_struct("Ragged")
+                .field("cache", cache)
+                .field("tokens", tokens)
+                .finish_non_exhaustive(),
             Self::Draft { cache, tokens, .. } => f
                 .debug_struct("Draft")
                 .field("cache", cache)

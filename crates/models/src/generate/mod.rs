@@ -29,6 +29,7 @@ use tracing::trace_span;
 
 use crate::{
     cache::ModelCache,
+    device_use::is_cpu,
     error::{Error, Result},
     model::LanguageModel,
     spans::{OPERATION, PHASE},
@@ -84,16 +85,10 @@ impl GenerateOptions {
     /// 2048 on the CPU, otherwise 512. Memory plans use the same number.
     pub fn prefill_chunk_for(spec: &ModelSpec, device: &Device) -> usize {
         let default = Self::default().prefill_chunk;
-        #[cfg(feature = "flex")]
-        {
-            use kv_cubecl::{Flex, Target};
-
-            if spec.hidden_size >= Self::WIDE && Flex::hosts(device) {
-                return default / 2;
-            }
+        match spec.hidden_size >= Self::WIDE && is_cpu(device) {
+            true => default / 2,
+            false => default,
         }
-        let _ = (spec, device, Self::WIDE);
-        default
     }
 }
 
@@ -242,33 +237,39 @@ pub(crate) fn decode(
         false => Steps::with_guesses(cache, speculate, &text, sampling, device)?,
     };
     steps.start(logits);
-    while out.ids.len() < options.max_tokens {
-        let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
-        let id = steps.pick(&text)?;
-        if out.ids.is_empty() {
-            out.first_token_time = start.elapsed();
+    let mut run = || -> Result<()> {
+        while out.ids.len() < options.max_tokens {
+            let _phase = trace_span!(target: PHASE, "decode", n = out.ids.len() + 1).entered();
+            let id = steps.pick(&text)?;
+            if out.ids.is_empty() {
+                out.first_token_time = start.elapsed();
+            }
+            text.push(id);
+            out.ids.push(id);
+            if options.eos.contains(&id) {
+                out.stop = Stop::Eos;
+                break;
+            }
+            if !call(&mut on_token, id) {
+                out.stop = Stop::Callback;
+                break;
+            }
+            if out.ids.len() == options.max_tokens {
+                break;
+            }
+            if steps.remaining() == 0 {
+                out.stop = Stop::Capacity;
+                break;
+            }
+            steps.step(model, &[id], device)?;
+            out.decode_tokens += 1;
         }
-        text.push(id);
-        out.ids.push(id);
-        if options.eos.contains(&id) {
-            out.stop = Stop::Eos;
-            break;
-        }
-        if !call(&mut on_token, id) {
-            out.stop = Stop::Callback;
-            break;
-        }
-        if out.ids.len() == options.max_tokens {
-            break;
-        }
-        if steps.remaining() == 0 {
-            out.stop = Stop::Capacity;
-            break;
-        }
-        steps.step(model, &[id], device)?;
-        out.decode_tokens += 1;
-    }
+        Ok(())
+    };
+    let ended = run();
+    // After an error, too: the cache must not keep guesses that are no part of the text.
     steps.finish()?;
+    ended?;
     out.guesses = steps.guesses();
     out.decode_time = start.elapsed();
     Ok(out)

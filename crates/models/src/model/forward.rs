@@ -8,9 +8,10 @@ use super::LanguageModel;
 use crate::{
     cache::{ModelCache, check_context},
     cache_config::ModelCacheConfig,
+    device_use::is_cpu,
     error::{Error, Result},
     generate::ids_to_tensor,
-    nn::{AttentionObserver, soft_capped},
+    nn::{AttentionObserver, Packing, soft_capped},
     pass::{Pass, PendingTokens},
     spans::{OPERATION, PASS},
 };
@@ -72,7 +73,13 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
-        self.logits(ids, Pass::Ragged { cache, tokens })
+        let Some(packing) = padding(&ids, tokens).filter(|_| packs(cache, &ids.device())) else {
+            return self.logits(ids, Pass::Ragged { cache, tokens, packing: None });
+        };
+        let pass = Pass::Ragged { cache, tokens, packing: Some(&packing) };
+        let logits = self.logits(packed(ids, &packing), pass)?; // [n, 1, vocab]
+        let vocab = logits.dims()[2];
+        Ok(packing.pad(logits).reshape([batch, seq, vocab]))
     }
 
     /// Computes the logits of [`step_ragged`](Self::step_ragged) for tokens that the caller may
@@ -80,8 +87,9 @@ impl LanguageModel {
     /// which must be the next call, keeps the accepted ones.
     ///
     /// # Shapes
-    /// - as those of [`step_ragged`](Self::step_ragged), with seq tokens of one sequence, at least
-    ///   2
+    /// - ids: `[batch, seq]`
+    /// - tokens: 0 to seq for each sequence, seq of one and at least 2
+    /// - output: `[n, vocab]`, for the n tokens of all sequences, one after the other
     ///
     /// # Errors
     /// Fails as [`step_ragged`](Self::step_ragged) does, with [`Error::Unsupported`] for a cache
@@ -91,7 +99,7 @@ impl LanguageModel {
         ids: Tensor<2, Int>,
         tokens: &[usize],
         cache: &mut ModelCache,
-    ) -> Result<(Tensor<3>, PendingTokens)> {
+    ) -> Result<(Tensor<2>, PendingTokens)> {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
         if !cache.takes_drafts() {
@@ -105,8 +113,18 @@ impl LanguageModel {
             return Err(Error::argument("tokens", value, rule));
         }
         let mut draft = PendingTokens::default();
-        let logits = self.logits(ids, Pass::Draft { cache, tokens, draft: &mut draft })?;
-        Ok((logits, draft))
+        let places = padding(&ids, tokens);
+        let packing = places.as_ref().filter(|_| packs(cache, &ids.device()));
+        let ids = match packing {
+            Some(packing) => packed(ids, packing),
+            None => ids,
+        };
+        let logits = self.logits(ids, Pass::Draft { cache, tokens, packing, draft: &mut draft })?;
+        let logits = logits.flatten(0, 1);
+        Ok(match (&places, packing) {
+            (Some(places), None) => (places.pack(logits), draft),
+            _ => (logits, draft),
+        })
     }
 
     /// Computes [`forward`](Self::forward) up to the final norm. A caller can then apply
@@ -268,6 +286,23 @@ impl LanguageModel {
         }
         Ok(largest)
     }
+}
+
+/// Returns the places of the tokens among `ids` `[batch, seq]`; `None` without padding.
+fn padding(ids: &Tensor<2, Int>, tokens: &[usize]) -> Option<Packing> {
+    let seq = ids.dims()[1];
+    tokens.iter().any(|&n| n < seq).then(|| Packing::new(tokens, seq, &ids.device()))
+}
+
+/// Returns whether a pass over `cache` takes its tokens without padding. On a GPU each number of
+/// rows would have launches of its own to choose and compile, and padding hardly takes time.
+fn packs(cache: &ModelCache, device: &Device) -> bool {
+    is_cpu(device) && cache.takes_drafts()
+}
+
+/// Returns the ids `[n, 1]` of the tokens among `ids` `[batch, seq]`.
+fn packed(ids: Tensor<2, Int>, packing: &Packing) -> Tensor<2, Int> {
+    packing.pack_ids(ids.flatten(0, 1)).unsqueeze_dim(1)
 }
 
 /// Returns the number of tokens of all sequences.

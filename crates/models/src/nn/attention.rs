@@ -10,7 +10,7 @@ use kv_cubecl::{
 };
 use tracing::{span::EnteredSpan, trace_span};
 
-use super::rope::RopeRows;
+use super::{packing::Packing, rope::RopeRows};
 use crate::{
     error::{Error, Result},
     spans::OPERATION,
@@ -88,6 +88,8 @@ pub struct Memory<'a> {
     sink_logits: Option<Tensor<1>>,
     observer: Option<Observer<'a>>,
     sharing: Sharing<'a>,
+    /// The places of the pass's tokens in the batch, if the pass computes them without padding.
+    packing: Option<&'a Packing>,
 }
 
 /// The part of a layer in a cache that several layers share.
@@ -202,33 +204,27 @@ impl fmt::Debug for Observer<'_> {
 
 impl<'a> From<KvMemory<'a>> for Memory<'a> {
     fn from(kv: KvMemory<'a>) -> Self {
-        Self { stored: Stored::Kv(kv), sink_logits: None, observer: None, sharing: Sharing::Alone }
+        Self::of(Stored::Kv(kv))
     }
 }
 
 impl<'a> From<SparsePlace<'a>> for Memory<'a> {
     fn from(sparse: SparsePlace<'a>) -> Self {
-        Self {
-            stored: Stored::Sparse(sparse),
-            sink_logits: None,
-            observer: None,
-            sharing: Sharing::Alone,
-        }
+        Self::of(Stored::Sparse(sparse))
     }
 }
 
 impl<'a> From<DeltaMemory<'a>> for Memory<'a> {
     fn from(delta: DeltaMemory<'a>) -> Self {
-        Self {
-            stored: Stored::Delta(delta),
-            sink_logits: None,
-            observer: None,
-            sharing: Sharing::Alone,
-        }
+        Self::of(Stored::Delta(delta))
     }
 }
 
 impl<'a> Memory<'a> {
+    fn of(stored: Stored<'a>) -> Self {
+        Self { stored, sink_logits: None, observer: None, sharing: Sharing::Alone, packing: None }
+    }
+
     /// Adds a learned sink to every query head, `[n_heads]`: a term `exp(sink_logit)` in the
     /// denominator of the softmax that adds no value.
     #[must_use]
@@ -244,6 +240,11 @@ impl<'a> Memory<'a> {
     /// Leaves in `tokens` what removes the tokens of the pass again.
     pub(crate) fn drafting(self, tokens: &'a mut Option<Drafted>) -> Self {
         Self { sharing: Sharing::Drafting(tokens), ..self }
+    }
+
+    /// Takes queries, keys and values of tokens without padding.
+    pub(crate) fn packed(self, packing: Option<&'a Packing>) -> Self {
+        Self { packing, ..self }
     }
 
     /// Attends to the `tokens` of the layer that owns the cache.
@@ -339,7 +340,7 @@ impl<'a> Memory<'a> {
     /// exceeded, and for a layer with sparse attention.
     pub fn attend(self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer, sharing } = self;
+        let Self { stored, sink_logits, observer, sharing, packing } = self;
         let kv = stored.kv()?;
         let sinks = sink_logits.clone();
         let attend = |q, k, v| match sharing {
@@ -355,7 +356,7 @@ impl<'a> Memory<'a> {
             }
             Sharing::Alone | Sharing::Reader(_) => Ok(kv.attend_with_sinks(q, k, v, sinks)?.output),
         };
-        shown(observer, [q, k, v], sink_logits, attend)
+        padded(packing, [q, k, v], |heads| shown(observer, heads, sink_logits, attend))
     }
 
     /// Attends to the tokens of the layer that owns the cache, with queries after the rope.
@@ -369,14 +370,16 @@ impl<'a> Memory<'a> {
     /// [`attend`](Self::attend) does.
     pub fn attend_shared(self, q: Tensor<4>) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer, sharing } = self;
+        let Self { stored, sink_logits, observer, sharing, packing } = self;
         let Sharing::Reader(tokens) = sharing else {
             let why = "the layer has keys and values; set shared in its LayerSpec";
             return Err(Error::unsupported("attention to a shared cache", why));
         };
         let (kv, (k, v), sinks) = (stored.kv()?, tokens.key_value(), sink_logits.clone());
-        shown(observer, [q, k.clone(), v.clone()], sink_logits, |q, _, _| {
-            Ok(kv.attend_shared(q, tokens, sinks)?.output)
+        padded(packing, [q], |[q]| {
+            shown(observer, [q, k.clone(), v.clone()], sink_logits, |q, _, _| {
+                Ok(kv.attend_shared(q, tokens, sinks)?.output)
+            })
         })
     }
 
@@ -387,15 +390,19 @@ impl<'a> Memory<'a> {
     /// Fails as [`attend`](Self::attend) does, and for a layer whose cache stores values.
     pub fn attend_latent(self, q: Tensor<4>, k: Tensor<4>, value_dim: usize) -> Result<Tensor<4>> {
         let _span = self.attending(q.dims()[2]);
-        let Self { stored, sink_logits, observer, sharing } = self;
-        let (kv, v) = (stored.kv()?, k.clone().narrow(3, 0, value_dim));
-        shown(observer, [q, k, v], sink_logits, |q, k, v| match sharing {
+        let Self { stored, sink_logits, observer, sharing, packing } = self;
+        let kv = stored.kv()?;
+        let attend = |q, k, v| match sharing {
             Sharing::Drafting(tokens) => {
                 let (attention, drafted) = kv.draft(q, k, v, None)?;
                 *tokens = Some(drafted);
                 Ok(attention.output)
             }
             _ => Ok(kv.attend_latent(q, k, value_dim)?.output),
+        };
+        padded(packing, [q, k], |[q, k]| {
+            let v = k.clone().narrow(3, 0, value_dim);
+            shown(observer, [q, k, v], sink_logits, attend)
         })
     }
 
@@ -403,7 +410,8 @@ impl<'a> Memory<'a> {
     /// and keys of `dtype`.
     pub(crate) fn rope_table<'r>(&self, rope: &'r RopeRows, dtype: DType) -> Option<&'r RopeTable> {
         let applies = self.observer.is_none() && self.stored.applies_rope() && dtype == DType::F32;
-        rope.table().filter(|_| applies)
+        let is_single = self.packing.is_none_or(|packing| packing.seq() == 1);
+        rope.table().filter(|_| applies && is_single)
     }
 
     /// Attends with one token before rope, which the launches of the step apply.
@@ -417,11 +425,25 @@ impl<'a> Memory<'a> {
     ) -> Result<Tensor<4>> {
         let _span = self.attending(1);
         let kv = self.stored.kv()?;
-        if let Sharing::Owner(tokens) = self.sharing {
-            // The cache holds the key after rope; the others do not read this one.
-            *tokens = Some(SharedKv::appended(k.clone(), v.clone()));
-        }
-        Ok(kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
+        padded(self.packing, [q, k, v], |[q, k, v]| {
+            if let Sharing::Owner(tokens) = self.sharing {
+                // The cache holds the key after rope; the others do not read this one.
+                *tokens = Some(SharedKv::appended(k.clone(), v.clone()));
+            }
+            Ok(kv.attend_with_rope(q, k, v, rope_table, self.sink_logits)?.output)
+        })
+    }
+}
+
+/// Attends with heads in the batch of the cache. Without a packing, they are there already.
+fn padded<const N: usize>(
+    packing: Option<&Packing>,
+    heads: [Tensor<4>; N],
+    attend: impl FnOnce([Tensor<4>; N]) -> Result<Tensor<4>>,
+) -> Result<Tensor<4>> {
+    match packing {
+        None => attend(heads),
+        Some(packing) => Ok(packing.pack_heads(attend(heads.map(|x| packing.pad_heads(x)))?)),
     }
 }
 

@@ -12,6 +12,7 @@ mod low_rank;
 mod matrix;
 mod mlp;
 mod norm;
+mod packing;
 mod project;
 #[cfg(feature = "flex")]
 mod rms;
@@ -28,6 +29,7 @@ pub(crate) use matrix::{PACKED, PackedSize};
 pub use mlp::{GatedMlp, Gating, gated, in_f32, soft_capped};
 pub(crate) use norm::norm_heads;
 pub use norm::{LayerNorm, QkNorms, RmsNorm, unit_rms};
+pub use packing::Packing;
 pub use project::project;
 pub(crate) use rope::yarn_gain;
 pub use rope::{Rope, RopeRows, RopeScaling};

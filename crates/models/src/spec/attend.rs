@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use super::LayerSpec;
 use crate::{
+    device_use::is_cpu,
     error::Result,
     nn::{Memory, QkNorms, RopeRows},
 };
@@ -101,15 +102,10 @@ pub(crate) fn joined(heads: Tensor<4>) -> Tensor<3> {
 /// Copies the values of a prompt on the CPU, where attention copies them anyway. A view would keep
 /// the queries and keys before rope in memory.
 fn copied_on_cpu(v: Tensor<4>) -> Tensor<4> {
-    #[cfg(feature = "flex")]
-    {
-        use kv_cubecl::{Flex, Target};
-
-        let [batch, heads, seq, width] = v.dims();
-        if seq > 1 && Flex::hosts(&v.device()) {
-            // Merging neighboring axes of a view copies it.
-            return v.reshape([batch, heads * seq * width]).reshape([batch, heads, seq, width]);
-        }
+    let [batch, heads, seq, width] = v.dims();
+    match seq > 1 && is_cpu(&v.device()) {
+        // Merging neighboring axes of a view copies it.
+        true => v.reshape([batch, heads * seq * width]).reshape([batch, heads, seq, width]),
+        false => v,
     }
-    v
 }

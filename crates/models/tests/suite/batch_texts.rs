@@ -1,7 +1,7 @@
 //! Texts of a batch with settings of their own, and prompts beside decode steps.
 
 use kv_models::{
-    Batch, BatchText, GenerateOptions, Sampler, Sampling,
+    Batch, BatchText, DraftModel, GenerateOptions, Guesses, Sampler, Sampling, Speculate,
     generate::{Event, Pick},
     load,
 };
@@ -72,6 +72,82 @@ fn prompts_are_prefilled_between_steps() {
             other => panic!("{other:?}"),
         }
     }
-    // The first token, and one after each of the five chunks before the last.
-    assert_eq!(before, 1 + 5);
+    // The first token, the step that it has delayed, and one after each of the five chunks before
+    // the last.
+    assert_eq!(before, 1 + 1 + 5);
+}
+
+/// Prompts whose texts end at once let the other texts go on: with 12 of them, a longer text gets a
+/// token after each.
+#[test]
+fn short_texts_do_not_stop_the_others() {
+    let device = device();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let mut cache = cache(&model, "k4v4-g16-r16", 4, &device);
+    let mut batch = Batch::new(&model, &mut cache, Default::default(), &device).unwrap();
+    let add = |batch: &mut Batch<'_>, i, max_tokens| {
+        let (prompt, pick) = (text(&model, i, 5), Box::new(FailsAt(usize::MAX)));
+        let (eos, salt) = (Default::default(), None);
+        batch.push_text(BatchText { prompt, max_tokens, eos, salt, pick }).unwrap();
+    };
+    add(&mut batch, 0, 60);
+    for i in 1..=12 {
+        add(&mut batch, i, i % 2);
+    }
+    let (mut tokens, mut ended) = (0, 0);
+    while let Some(event) = batch.next_event().unwrap() {
+        match event {
+            Event::Token { text: 0, .. } => tokens += 1,
+            Event::End { text: 0, .. } => break,
+            Event::End { .. } => {
+                ended += 1;
+                assert!(tokens + 1 >= ended, "{tokens} tokens while {ended} texts have ended");
+            }
+            Event::Token { .. } => {}
+            Event::Failed { text, error } => panic!("{text}: {error}"),
+        }
+    }
+    assert_eq!((tokens, ended), (60, 12));
+}
+
+/// In a batch, all guesses of a pass are counted, and those after the end of a text are no tokens
+/// of it.
+#[test]
+fn guesses_of_a_batch_are_counted() {
+    let device = device();
+    let model = load(tiny("llama-tiny"), &device).unwrap().model;
+    let options = |speculate| GenerateOptions { max_tokens: 70, speculate, ..Default::default() };
+    let run = |prompt: &[u32], speculate, stop_at| {
+        let mut cache = cache(&model, "k4v4-g16-r16", 3, &device);
+        let mut batch = Batch::new(&model, &mut cache, options(speculate), &device).unwrap();
+        batch.push(prompt).unwrap();
+        let mut n = 0;
+        let out = loop {
+            match batch.next_event().unwrap().unwrap() {
+                Event::Token { .. } => n += 1,
+                Event::End { generated, .. } => break generated,
+                Event::Failed { error, .. } => panic!("{error}"),
+            }
+            if n == stop_at {
+                assert!(batch.stop(0));
+            }
+        };
+        assert_eq!(batch.totals().decode_tokens, out.decode_tokens);
+        assert_eq!(out.decode_tokens, out.ids.len() - 1);
+        out
+    };
+    let repeating = [3, 1, 4].repeat(9);
+    let plain = run(&repeating, Speculate::Never, usize::MAX);
+    let lookup = run(&repeating, Speculate::Lookup, usize::MAX);
+    assert_eq!(lookup.ids, plain.ids);
+    assert!(lookup.guesses.right > 10, "{:?}", lookup.guesses);
+    // Another model guesses wrong until the text repeats itself.
+    let other = load(tiny("qwen2-tiny"), &device).unwrap().model;
+    let other = Speculate::Model(DraftModel::new(other, &model));
+    let other = run(&text(&model, 2, 27), other, usize::MAX);
+    let Guesses { verified, right } = other.guesses;
+    assert!(verified > right, "{:?}", other.guesses);
+    for n in 1..40 {
+        assert_eq!(run(&repeating, Speculate::Lookup, n).ids, plain.ids[..n]);
+    }
 }

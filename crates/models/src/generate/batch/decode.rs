@@ -15,7 +15,7 @@ use crate::{
         Stop, ids_to_tensor,
         picker::{Picker, Waiting, pick_each},
         read,
-        speculate::MOST_GUESSES,
+        speculate::{MOST_GUESSES, Pace},
     },
     pass::PendingTokens,
     spans::PHASE,
@@ -33,35 +33,45 @@ impl Batch<'_> {
         self.steps = n;
         let rows = self.rows()?;
         let tokens: Vec<usize> = rows.iter().map(Vec::len).collect();
-        let ended = match tokens.iter().any(|&n| n > 1) {
-            false => self.step_each(&rows, &tokens)?,
-            true => self.verify(&rows, &tokens)?,
+        let ended = match tokens.iter().copied().max() {
+            None | Some(0) => vec![],
+            Some(1) => self.step_each(&rows, &tokens)?,
+            Some(_) => self.verify(&rows, &tokens)?,
         };
         for (i, ended) in ended.into_iter().enumerate() {
-            let Some(ended) = ended else { continue };
-            self.cache.remove(i)?;
-            let Some(text) = self.slots[i].take() else { continue };
-            self.events.push_back(match ended {
-                Ok(stop) => text.end(stop),
-                Err(error) => Event::Failed { text: text.number, error },
-            });
+            if let Some(ended) = ended {
+                self.end(i, ended)?;
+            }
         }
         self.totals.decode_time += start.elapsed();
         Ok(())
     }
 
+    /// Ends the text in slot `i`, which is then free.
+    fn end(&mut self, i: usize, ended: Ended) -> Result<()> {
+        self.cache.remove(i)?;
+        if let Some(text) = self.slots[i].take() {
+            self.events.push_back(match ended {
+                Ok(stop) => text.end(stop),
+                Err(error) => Event::Failed { text: text.number, error },
+            });
+        }
+        Ok(())
+    }
+
     /// Returns the last token of the text in each slot, and guesses of the next ones; none for a
-    /// free slot.
+    /// free slot. A text fails whose draft model does.
     fn rows(&mut self) -> Result<Vec<Vec<u32>>> {
         // Tokens that a device picks are not known here before the next step.
         let on_host = |text: &Text| matches!(text.picker, Picker::Host(_));
+        let texts = self.slots.iter().flatten().count();
         let most = match self.slots.iter().flatten().all(on_host) {
-            true => MOST_GUESSES / self.slots.iter().flatten().count().max(1),
+            true => MOST_GUESSES / texts.max(1),
             false => 0,
         };
-        let room = self.cache.room();
-        let mut rows = vec![];
-        for (slot, &len) in self.slots.iter_mut().zip(self.cache.lens()) {
+        let (room, pace) = (self.cache.room(), Pace::new(texts.max(1), self.device));
+        let (mut rows, mut failed) = (vec![], vec![]);
+        for (i, (slot, &len)) in self.slots.iter_mut().zip(self.cache.lens()).enumerate() {
             let Some(text) = slot else {
                 rows.push(vec![]);
                 continue;
@@ -69,10 +79,18 @@ impl Batch<'_> {
             let mut row: Vec<u32> = text.ids.last().copied().into_iter().collect();
             let left = text.max_tokens.saturating_sub(text.ids.len() - text.n_prompt);
             let most = most.min(left.saturating_sub(1)).min(room.saturating_sub(len + 1));
-            if let Some(drafter) = &mut text.drafter {
-                row.extend(drafter.draft(most)?);
+            match text.drafter.as_mut().map(|drafter| drafter.draft(most, pace)) {
+                None => {}
+                Some(Ok(guesses)) => row.extend(guesses),
+                Some(Err(error)) => {
+                    row.clear();
+                    failed.push((i, error));
+                }
             }
             rows.push(row);
+        }
+        for (i, error) in failed {
+            self.end(i, Err(error))?;
         }
         Ok(rows)
     }
@@ -99,14 +117,17 @@ impl Batch<'_> {
     fn verify(&mut self, rows: &[Vec<u32>], tokens: &[usize]) -> Result<Vec<Option<Ended>>> {
         let lens = self.cache.lens().to_vec();
         let (logits, pending) = self.draft(rows, tokens)?;
-        let [_, seq, vocab] = logits.dims();
+        let vocab = logits.dims()[1];
         let logits = read(logits)?;
-        let (mut ended, mut kept) = (vec![], vec![]);
+        let (mut ended, mut kept, mut start) = (vec![], vec![], 0);
         for (i, row) in rows.iter().enumerate() {
             let (mut end, mut held) = (None, 0);
+            if let Some(text) = &mut self.slots[i] {
+                text.guesses.verified += row.len().saturating_sub(1);
+            }
             for at in 0..row.len() {
                 let Some(text) = &mut self.slots[i] else { break };
-                let first = (i * seq + at) * vocab;
+                let first = (start + at) * vocab;
                 let picked = match &mut text.picker {
                     Picker::Host(pick) => pick.pick(&logits[first..first + vocab], &text.ids),
                     Picker::Device(_) => {
@@ -114,7 +135,6 @@ impl Batch<'_> {
                     }
                 };
                 held += 1;
-                text.guesses.verified += usize::from(at > 0);
                 let next = picked.as_ref().ok().copied();
                 end = self.take(i, picked, self.cache.room() - lens[i] - held);
                 let is_right = next.is_some() && row.get(at + 1).copied() == next;
@@ -125,6 +145,7 @@ impl Batch<'_> {
                     text.guesses.right += 1;
                 }
             }
+            start += row.len();
             ended.push(end);
             kept.push(held);
         }
@@ -132,8 +153,8 @@ impl Batch<'_> {
         Ok(ended)
     }
 
-    /// Returns the logits of the rows, `[slots, seq, vocab]`, and their tokens.
-    fn draft(&mut self, rows: &[Vec<u32>], tokens: &[usize]) -> Result<(Tensor<3>, PendingTokens)> {
+    /// Returns the logits of all rows, `[tokens, vocab]`, and their tokens.
+    fn draft(&mut self, rows: &[Vec<u32>], tokens: &[usize]) -> Result<(Tensor<2>, PendingTokens)> {
         let seq = tokens.iter().copied().max().unwrap_or(0);
         let padded = |row: &Vec<u32>| {
             let padding = std::iter::repeat_n(0, seq - row.len());

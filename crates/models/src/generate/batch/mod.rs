@@ -68,6 +68,8 @@ pub struct Batch<'a> {
     totals: BatchTotals,
     /// The number of decode steps so far.
     steps: usize,
+    /// True if the texts in slots have not got a decode step since a prompt was read.
+    owes_step: bool,
 }
 
 impl<'a> Batch<'a> {
@@ -113,6 +115,7 @@ impl<'a> Batch<'a> {
             n_texts,
             totals,
             steps,
+            owes_step: false,
         })
     }
 
@@ -142,10 +145,16 @@ impl<'a> Batch<'a> {
     /// Adds a text, which starts as soon as a slot is free. Returns its number.
     ///
     /// # Errors
-    /// Fails for an empty prompt, and for one that exceeds the cache or the model.
+    /// Fails for an empty prompt, for one that exceeds the cache or the model, and where the
+    /// options ask for guesses but the device picks the tokens.
     pub fn push(&mut self, prompt: &[u32]) -> Result<usize> {
         let seed = self.options.sampling.seed.wrapping_add(self.n_texts as u64);
         let picker = Picker::new(super::Sampling { seed, ..self.options.sampling }, self.device)?;
+        if let (Picker::Device(_), true) = (&picker, self.options.speculate.is_forced()) {
+            let rule =
+                "the device picks the tokens of a batch, so guesses cannot follow; use never";
+            return Err(Error::argument("speculate", &self.options.speculate, rule));
+        }
         let (max_tokens, eos) = (self.options.max_tokens, self.options.eos.clone());
         self.add(prompt.to_vec(), max_tokens, eos, None, picker)
     }
@@ -214,12 +223,20 @@ impl<'a> Batch<'a> {
     }
 
     /// Prefills one chunk of a prompt. Unless the prompt is complete, then takes one decode step
-    /// with all texts in slots. Returns whether there was anything to do.
+    /// with all texts in slots; after a complete prompt, the next call takes the step first.
+    /// Returns whether there was anything to do.
     ///
     /// # Errors
     /// Fails for logits that cannot be read, on a GPU for any that are not finite, and for a prefix
     /// that cannot be copied from or to the device.
     pub fn advance(&mut self) -> Result<bool> {
+        let is_occupied = |slots: &[Option<Text>]| slots.iter().any(Option::is_some);
+        // Prompts that end at once follow each other, and must not stop the other texts.
+        if self.owes_step && self.events.is_empty() && is_occupied(&self.slots) {
+            self.owes_step = false;
+            self.step()?;
+            return Ok(true);
+        }
         if self.reading.is_none()
             && let Some(slot) = self.slots.iter().position(Option::is_none)
             && let Some(text) = self.waiting.pop_front()
@@ -231,10 +248,11 @@ impl<'a> Batch<'a> {
             self.reading = self.read_chunk(reading)?;
         }
         // The caller may stop a text at its first token.
-        let steps = self.events.is_empty() && self.slots.iter().any(Option::is_some);
+        let steps = self.events.is_empty() && is_occupied(&self.slots);
         if steps {
             self.step()?;
         }
+        self.owes_step = !steps;
         Ok(reads || steps)
     }
 
@@ -254,8 +272,10 @@ impl<'a> Batch<'a> {
         let before = self.events.len();
         self.events.retain(|event| !matches!(event, Event::Token { text: it, .. } if *it == text));
         let unread = before - self.events.len();
+        self.totals.decode_tokens = self.totals.decode_tokens.saturating_sub(unread);
         if let Some(mut ended) = self.take_out(text) {
             ended.ids.truncate(ended.ids.len() - unread);
+            ended.decode_tokens = ended.decode_tokens.saturating_sub(unread);
             self.events.push_back(ended.end(Stop::Callback));
             return true;
         }
@@ -263,10 +283,11 @@ impl<'a> Batch<'a> {
         for event in &mut self.events {
             if let Event::End { text: it, generated } = event
                 && *it == text
-                && unread > 0
+                && (unread > 0 || generated.stop == Stop::Eos)
             {
-                let ended = usize::from(generated.stop == Stop::Eos);
-                generated.ids.truncate(generated.ids.len() - unread - ended);
+                let dropped = unread + usize::from(generated.stop == Stop::Eos);
+                generated.ids.truncate(generated.ids.len() - dropped);
+                generated.decode_tokens = generated.decode_tokens.saturating_sub(dropped);
                 generated.stop = Stop::Callback;
                 return true;
             }

@@ -1,6 +1,6 @@
 //! Guesses by a smaller model.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, iter};
 
 use burn::tensor::Device;
 use kv_cubecl::KvCacheConfig;
@@ -8,7 +8,7 @@ use kv_cubecl::KvCacheConfig;
 use super::{
     drafter::Drafter,
     lookup::Lookup,
-    pace::{ROW, Share, best},
+    pace::{Pace, Share},
 };
 use crate::{
     cache::{Checkpoints, ModelCache, PromptCache},
@@ -39,7 +39,7 @@ impl DraftModel {
 
 /// Tokens that are not guessed by the model, once its guesses have not paid: twice as many each
 /// time, up to the second number.
-const REST: [usize; 2] = [16, 256];
+const REST: [usize; 2] = [16, 64];
 
 /// Guesses by lookup, and where that guesses nothing, the most likely tokens of a smaller model.
 #[derive(Debug)]
@@ -68,24 +68,20 @@ impl ModelDrafter {
         device: &Device,
     ) -> Result<Self> {
         let model = &draft.model;
-        // Guesses that were wrong are removed, which leaves a cache in float exact.
+        // Guesses that were wrong are removed, for which layers with a window or a state need a
+        // checkpoint at the end of the text.
         let config = KvCacheConfig::float().with_capacity(cache.room().min(model.max_positions()));
-        let own = PromptCache::new(model.new_cache(config, 1, device)?, Checkpoints::None)?;
+        let own = PromptCache::new(model.new_cache(config, 1, device)?, Checkpoints::Ends)?;
         Ok(Self {
             lookup: Lookup::new(text),
             draft: draft.clone(),
             device: device.clone(),
             cache: own,
             guessed: VecDeque::new(),
-            share: Share(0.7),
+            share: Share::unknown(0.7),
             rest: 0,
             next_rest: REST[0],
         })
-    }
-
-    /// Returns how many guesses pay, at most `most`.
-    fn pays(&self, most: usize) -> usize {
-        best(std::iter::repeat_n(self.share.0, most), ROW + self.draft.step)
     }
 }
 
@@ -101,8 +97,8 @@ impl Drafter for ModelDrafter {
         }
     }
 
-    fn draft(&mut self, most: usize) -> Result<Vec<u32>> {
-        let found = self.lookup.draft(most)?;
+    fn draft(&mut self, most: usize, pace: Pace) -> Result<Vec<u32>> {
+        let found = self.lookup.draft(most, pace)?;
         let (text, model) = (&self.lookup.text, &self.draft.model);
         let fits = || text.len() + most <= model.max_positions();
         let knows = || text.iter().all(|&id| (id as usize) < model.vocab_size());
@@ -110,7 +106,15 @@ impl Drafter for ModelDrafter {
             self.guessed.clear();
             return Ok(found);
         }
-        let mut n = self.pays(most);
+        let held = self.cache.reuse(text)?;
+        let options = GenerateOptions::suiting(model, &self.device);
+        let chunk = options.prefill_chunk;
+        if text.len() - held > chunk {
+            // The other texts of a batch wait, as they do for a chunk of a prompt.
+            self.cache.prefill(model, &text[..held + chunk], chunk, &self.device, || true)?;
+            return Ok(vec![]);
+        }
+        let mut n = pace.best(iter::repeat_n(self.share.right(), most), self.draft.step);
         if n == 0 {
             // One guess says whether the text has become easier.
             (self.rest, n) = (self.next_rest, 1);
@@ -118,9 +122,7 @@ impl Drafter for ModelDrafter {
         } else {
             self.next_rest = REST[0];
         }
-        self.cache.reuse(text)?;
-        let options = GenerateOptions { max_tokens: n, ..GenerateOptions::default() };
-        let chunk = options.prefill_chunk;
+        let options = GenerateOptions { max_tokens: n, ..options };
         let logits = self.cache.prefill(model, text, chunk, &self.device, || true)?;
         let Some(logits) = logits else { return Ok(vec![]) };
         let mut guesses = self.cache.generate(model, logits, &options, &self.device, |_| true)?.ids;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::pace::Pace;
 use crate::error::Result;
 
 /// Guesses the tokens of one text.
@@ -9,9 +10,10 @@ pub(in crate::generate) trait Drafter: fmt::Debug + Send {
     /// Adds a token to the text.
     fn push(&mut self, id: u32);
 
-    /// Returns at most `most` guesses of the next tokens; none if they would not pay.
+    /// Returns at most `most` guesses of the next tokens; none if they would not pay in a pass of
+    /// `pace`.
     ///
     /// # Errors
     /// Fails as a model does.
-    fn draft(&mut self, most: usize) -> Result<Vec<u32>>;
+    fn draft(&mut self, most: usize, pace: Pace) -> Result<Vec<u32>>;
 }

@@ -2,7 +2,7 @@
 
 use super::{
     drafter::Drafter,
-    pace::{ROW, Share, best},
+    pace::{Pace, Share},
 };
 use crate::error::Result;
 
@@ -64,7 +64,7 @@ impl Lookup {
             text: text.to_vec(),
             found: None,
             // Too low for a guess, so that a text that does not repeat itself is not slowed down.
-            shares: [0.05, 0.1, 0.3, 0.4, 0.75, 0.7, 0.8].map(Share),
+            shares: [0.05, 0.1, 0.3, 0.4, 0.75, 0.7, 0.8].map(Share::known),
         };
         lookup.found = lookup.search();
         lookup
@@ -112,11 +112,11 @@ impl Drafter for Lookup {
         };
     }
 
-    fn draft(&mut self, most: usize) -> Result<Vec<u32>> {
+    fn draft(&mut self, most: usize, pace: Pace) -> Result<Vec<u32>> {
         let Some(found) = self.found else { return Ok(vec![]) };
-        let shares = (0..most).map(|i| self.shares[found.class(i)].0);
+        let shares = (0..most).map(|i| self.shares[found.class(i)].right());
         let mut guesses: Vec<u32> = vec![];
-        for i in 0..best(shares, ROW) {
+        for i in 0..pace.best(shares, 0.0) {
             // After the end, a repetition goes on with the guesses.
             let next = found.next + i;
             let guess = match next.checked_sub(self.text.len()) {
@@ -136,6 +136,10 @@ mod tests {
 
     use super::*;
 
+    fn pace() -> Pace {
+        Pace::new(1, &burn::tensor::Device::flex())
+    }
+
     /// The definition: the longest suffix that occurs earlier, and of these the latest.
     fn longest(text: &[u32]) -> Option<(usize, usize)> {
         (1..text.len().min(LONGEST + 1)).rev().find_map(|len| {
@@ -154,7 +158,7 @@ mod tests {
             let mut lookup = Lookup::new(&text);
             for _ in 0..80 {
                 let copies = rng.random_range(0..3) > 0;
-                let copied = lookup.draft(1).unwrap().first().copied().filter(|_| copies);
+                let copied = lookup.draft(1, pace()).unwrap().first().copied().filter(|_| copies);
                 let id = copied.unwrap_or_else(|| rng.random_range(0..ids));
                 text.push(id);
                 lookup.push(id);
@@ -179,13 +183,13 @@ mod tests {
         let once: Vec<u32> = (0..60).collect();
         let mut lookup = Lookup::new(&once);
         for id in 0..30 {
-            assert!(id > 12 || lookup.draft(15).unwrap().is_empty(), "too early: {id}");
+            assert!(id > 12 || lookup.draft(15, pace()).unwrap().is_empty(), "too early: {id}");
             lookup.push(id);
         }
-        let guesses = lookup.draft(15).unwrap();
+        let guesses = lookup.draft(15, pace()).unwrap();
         assert!(guesses.len() > 6, "{guesses:?}");
         assert_eq!(guesses, (30..30 + guesses.len() as u32).collect::<Vec<_>>());
-        assert_eq!(lookup.draft(3).unwrap(), [30, 31, 32], "at most as many as fit");
+        assert_eq!(lookup.draft(3, pace()).unwrap(), [30, 31, 32], "at most as many as fit");
 
         // Pairs repeat, and are followed by something else each time.
         let mut lookup = Lookup::new(&[]);
@@ -194,7 +198,7 @@ mod tests {
             for id in [1, 2, id] {
                 lookup.push(id);
             }
-            guesses += lookup.draft(15).unwrap().len();
+            guesses += lookup.draft(15, pace()).unwrap().len();
         }
         assert_eq!(guesses, 0);
     }
@@ -206,7 +210,7 @@ mod tests {
         for id in (0..140).map(|id| if id % 20 == 19 { 999 } else { id }) {
             lookup.push(id);
         }
-        let guesses = lookup.draft(15).unwrap();
+        let guesses = lookup.draft(15, pace()).unwrap();
         assert!(guesses.len() > 3, "right after the change: {guesses:?}");
         assert_eq!(guesses, (140..140 + guesses.len() as u32).collect::<Vec<_>>());
     }
@@ -217,7 +221,7 @@ mod tests {
         for id in [1, 2].repeat(15) {
             lookup.push(id);
         }
-        let guesses = lookup.draft(7).unwrap();
+        let guesses = lookup.draft(7, pace()).unwrap();
         assert!(guesses.len() > 3, "the occurrence ends 2 tokens before the text: {guesses:?}");
         assert_eq!(guesses, [1, 2, 1, 2, 1, 2, 1][..guesses.len()]);
     }

@@ -15,10 +15,11 @@ use std::fmt;
 use burn::tensor::{Device, Tensor};
 
 pub use self::draft_model::DraftModel;
-pub(super) use self::drafter::Drafter;
 use self::{draft_model::ModelDrafter, lookup::Lookup};
+pub(super) use self::{drafter::Drafter, pace::Pace};
 use crate::{
     cache::ModelCache,
+    device_use::is_cpu,
     error::{Error, Result},
     generate::ids_to_tensor,
     model::LanguageModel,
@@ -70,7 +71,7 @@ impl Speculate {
     ) -> Result<Option<Box<dyn Drafter>>> {
         Ok(match self {
             Self::Never => None,
-            Self::Auto if !pays(cache, device) => None,
+            Self::Auto if !(is_cpu(device) && cache.takes_drafts()) => None,
             Self::Auto | Self::Lookup => Some(Box::new(Lookup::new(text))),
             Self::Model(model) => Some(Box::new(ModelDrafter::new(model, cache, text, device)?)),
         })
@@ -136,12 +137,15 @@ impl<'a> Drafting<'a> {
         device: &Device,
     ) -> Result<core::result::Result<Self, &'a mut ModelCache>> {
         speculate.check(cache)?;
+        if cache.batch() != 1 {
+            return match speculate.is_forced() {
+                true => Err(Error::argument("batch", cache.batch(), "must be 1 for guesses")),
+                false => Ok(Err(cache)),
+            };
+        }
         let Some(drafter) = speculate.drafter(cache, text, device)? else {
             return Ok(Err(cache));
         };
-        if cache.batch() != 1 {
-            return Err(Error::argument("batch", cache.batch(), "must be 1 for guesses"));
-        }
         Ok(Ok(Self { cache, drafter, verified: None, guesses: Guesses::default() }))
     }
 
@@ -182,7 +186,7 @@ impl<'a> Drafting<'a> {
         }
         self.finish()?;
         let most = MOST_GUESSES.min(self.remaining().saturating_sub(1));
-        let guesses = self.drafter.draft(most)?;
+        let guesses = self.drafter.draft(most, Pace::new(1, device))?;
         if guesses.is_empty() {
             let logits = model.step(ids_to_tensor(&[id], [1, 1], device), self.cache)?;
             return Ok(logits.squeeze_dim(1));
@@ -192,7 +196,6 @@ impl<'a> Drafting<'a> {
         let (logits, tokens) =
             model.draft(ids_to_tensor(&ids, [1, n], device), &[n], self.cache)?;
         self.guesses.verified += guesses.len();
-        let logits = logits.squeeze_dim(0);
         let verified = Verified { tokens, len, guesses, logits, right: 0 };
         Ok(self.verified.insert(verified).next())
     }
@@ -207,21 +210,6 @@ impl<'a> Drafting<'a> {
             None => Ok(()),
         }
     }
-}
-
-/// Returns whether lookup pays.
-fn pays(cache: &ModelCache, device: &Device) -> bool {
-    #[cfg(feature = "flex")]
-    let on_cpu = {
-        use kv_cubecl::{Flex, Target};
-        Flex::hosts(device)
-    };
-    #[cfg(not(feature = "flex"))]
-    let on_cpu = {
-        let _ = device;
-        false
-    };
-    on_cpu && cache.takes_drafts()
 }
 
 impl fmt::Display for Speculate {

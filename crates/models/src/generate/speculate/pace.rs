@@ -1,47 +1,91 @@
-//! How many tokens are guessed.
+//! The number of tokens that are guessed.
 
-/// The time that the first guess adds to a pass, as a share of the time of a step, besides that of
-/// its row: a step has launches of its own for one row.
-const FIRST: f32 = 0.4;
+use burn::tensor::Device;
 
-/// The time that another row adds to a pass, as a share of the time of a step. A row of
-/// SmolLM2-135M with 1,100 tokens takes 0.36 of a step on two CPU cores, and more with a quantized
-/// cache, whose steps take less. Larger models take less, because their steps wait for memory.
-pub(super) const ROW: f32 = 0.4;
+use crate::device_use::is_cpu;
+
+/// The times of passes, as shares of the time of a step of one text.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::generate) struct Pace {
+    /// The time that the first guess of a single text adds to a pass, besides its row: a step of
+    /// one row has kernels of its own.
+    first: f32,
+    /// The time that another row adds to a pass.
+    row: f32,
+    /// The texts of the pass, which wait for each other's guesses.
+    texts: usize,
+}
+
+impl Pace {
+    /// Returns the pace of passes with `texts` texts, at least one, on a device.
+    pub(in crate::generate) fn new(texts: usize, device: &Device) -> Self {
+        match is_cpu(device) {
+            // A row of SmolLM2-135M with 1,100 tokens takes 0.36 of a step on two cores, and more
+            // with a quantized cache, whose steps take less.
+            true => Self { first: 0.4, row: 0.4, texts },
+            // A step waits for the weights and for its launches, few rows take hardly longer. Not
+            // measured.
+            false => Self { first: 0.1, row: 0.05, texts },
+        }
+    }
+
+    /// Returns the number of guesses for one text with the most tokens for the time of their pass;
+    /// 0 unless all texts together get tokens clearly faster than by steps. `shares` are the
+    /// probabilities that a guess is right if those before it are, and making one takes `draft`
+    /// steps.
+    pub(super) fn best(self, shares: impl IntoIterator<Item = f32>, draft: f32) -> usize {
+        let step = 1.0 + (self.texts - 1) as f32 * self.row;
+        let mut tokens = self.texts as f32;
+        let mut most = GAIN * tokens / step;
+        let mut time = step + if self.texts == 1 { self.first } else { 0.0 };
+        let (mut best, mut all_right) = (0, 1.0);
+        for (i, share) in shares.into_iter().enumerate() {
+            all_right *= share;
+            tokens += all_right;
+            time += self.row + draft;
+            if tokens / time > most {
+                (best, most) = (i + 1, tokens / time);
+            }
+        }
+        best
+    }
+}
 
 /// The least gain in speed. Shares are estimates, and a wrong guess costs more than a
 /// right one that is not made.
 const GAIN: f32 = 1.2;
 
-/// The part of its distance that a share moves with each guess, right or wrong.
-const RATE: f32 = 1.0 / 16.0;
+/// The weight of the earlier guesses in a share, at most: each guess moves it by a sixteenth.
+const MEMORY: u8 = 16;
 
 /// The share of guesses that were right.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Share(pub(super) f32);
-
-impl Share {
-    /// Adds a guess.
-    pub(super) fn add(&mut self, is_right: bool) {
-        self.0 += RATE * (f32::from(u8::from(is_right)) - self.0);
-    }
+pub(super) struct Share {
+    right: f32,
+    /// The number of guesses so far, at most [`MEMORY`].
+    guesses: u8,
 }
 
-/// Returns the number of guesses with the most tokens for the time of their pass; 0 unless they
-/// come clearly faster than by steps. `shares` are the probabilities that a guess is right if those
-/// before it are, and making and verifying one takes `guess` steps.
-pub(super) fn best(shares: impl IntoIterator<Item = f32>, guess: f32) -> usize {
-    let (mut tokens, mut time, mut all_right) = (1.0, 1.0 + FIRST, 1.0);
-    let (mut best, mut most) = (0, GAIN);
-    for (i, share) in shares.into_iter().enumerate() {
-        all_right *= share;
-        tokens += all_right;
-        time += guess;
-        if tokens / time > most {
-            (best, most) = (i + 1, tokens / time);
-        }
+impl Share {
+    /// Returns a share that later guesses move slowly.
+    pub(super) fn known(right: f32) -> Self {
+        Self { right, guesses: MEMORY }
     }
-    best
+
+    /// Returns a share that counts as much as one guess.
+    pub(super) fn unknown(right: f32) -> Self {
+        Self { right, guesses: 1 }
+    }
+
+    pub(super) fn right(self) -> f32 {
+        self.right
+    }
+
+    /// Adds a guess.
+    pub(super) fn add(&mut self, is_right: bool) {
+        self.guesses = (self.guesses + 1).min(MEMORY);
+        self.right += (f32::from(u8::from(is_right)) - self.right) / f32::from(self.guesses);
+    }
 }
 
 #[cfg(test)]
@@ -62,20 +106,39 @@ mod tests {
                     }
                 };
                 let expected = (0..=15).max_by(|&a, &b| rate(a).total_cmp(&rate(b))).unwrap_or(0);
-                let found = best([share as f32; 15], guess as f32);
+                let pace = Pace { first: 0.4, row: guess as f32, texts: 1 };
+                let found = pace.best([share as f32; 15], 0.0);
                 assert_eq!(found as i32, expected, "{guess} {share}");
             }
         }
-        assert_eq!(best([0.9, 0.9, 0.01, 0.9], 0.1), 2);
-        assert_eq!(best([], 0.1), 0);
+        let pace = Pace { first: 0.4, row: 0.05, texts: 1 };
+        assert_eq!(pace.best([0.9, 0.9, 0.01, 0.9], 0.05), 2);
+        assert_eq!(pace.best([], 0.05), 0);
+    }
+
+    /// A pass of 8 texts with rows of 0.4 steps takes 3.8 steps for 8 tokens. A guess adds at most
+    /// one token in 0.4 steps, which is hardly faster.
+    #[test]
+    fn texts_together_get_fewer_guesses() {
+        let n = [1, 2, 3, 4, 8].map(|texts| {
+            let pace = Pace { first: 0.4, row: 0.4, texts };
+            pace.best([0.99; 15], 0.0)
+        });
+        assert_eq!(n[4], 0, "{n:?}");
+        assert!(n[0] > 8 && n[1] > 3, "{n:?}");
+        let pace = Pace { first: 0.1, row: 0.05, texts: 8 };
+        assert!(pace.best([0.99; 15], 0.0) > 3);
     }
 
     #[test]
     fn shares_follow_the_guesses() {
-        let mut share = Share(0.5);
+        let mut share = Share::known(0.5);
         (0..100).for_each(|_| share.add(true));
-        assert!(share.0 > 0.99, "{share:?}");
+        assert!(share.right() > 0.99, "{share:?}");
         (0..100).for_each(|i| share.add(i % 4 == 0));
-        assert!((0.1..0.4).contains(&share.0), "{share:?}");
+        assert!((0.1..0.4).contains(&share.right()), "{share:?}");
+        let mut share = Share::unknown(0.7);
+        (0..4).for_each(|_| share.add(true));
+        assert!(share.right() > 0.93, "{share:?}");
     }
 }
