@@ -1,10 +1,10 @@
 //! Texts that must match a JSON schema, a regular expression or a grammar, by llguidance.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, thread};
 
 use kv_models::Tokenizer;
 use llguidance::{Matcher, ParserFactory, api::TopLevelGrammar};
-use serde_json::{Value, json};
+use serde_json::Value;
 use toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 
 /// Compiles constraints for a tokenizer.
@@ -15,6 +15,16 @@ pub struct Constraints {
 /// The state of a constraint in one text.
 #[derive(Clone)]
 pub struct Constraint(Matcher);
+
+/// The most bytes of a constraint, as text or as JSON. llguidance compiles a definition that refers
+/// to another one recursively, so this limits the depth of its stack.
+const MOST_BYTES: usize = 64 << 10;
+/// The stack in which a constraint is compiled. [`MOST_BYTES`] hold up to 8,000 definitions that
+/// refer to the next one each. Only the part of the stack that is used takes memory.
+const STACK: usize = 512 << 20;
+/// The most `not`, `and` and `or` of a grammar with conditions. Nested conditions are evaluated and
+/// dropped recursively on threads with an ordinary stack.
+const MOST_CONDITIONS: usize = 1000;
 
 /// The byte before the spelling of a control token, which no text contains.
 const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
@@ -49,9 +59,23 @@ impl Constraints {
         Ok(constraints)
     }
 
-    fn compile(&self, grammar: TopLevelGrammar) -> Result<Constraint, String> {
-        let parser = self.factory.create_parser(grammar).map_err(|it| one_line(&it.to_string()))?;
-        Ok(Constraint(Matcher::new(Ok(parser))))
+    /// Compiles a constraint of `size` bytes on a thread of its own, for its deep stack.
+    fn compile(&self, grammar: TopLevelGrammar, size: usize) -> Result<Constraint, String> {
+        if size > MOST_BYTES {
+            return Err(format!("the constraint has {size} bytes, but may have {MOST_BYTES}"));
+        }
+        let compile = || {
+            let parser = self.factory.create_parser(grammar);
+            let parser = parser.map_err(|error| one_line(&error.to_string()))?;
+            Ok(Constraint(Matcher::new(Ok(parser))))
+        };
+        thread::scope(|scope| {
+            let builder = thread::Builder::new().name("constraint".into()).stack_size(STACK);
+            let failed = |why: String| format!("the constraint cannot be compiled: {why}");
+            let compiling =
+                builder.spawn_scoped(scope, compile).map_err(|error| failed(error.to_string()))?;
+            compiling.join().unwrap_or_else(|_| Err(failed("llguidance has panicked".into())))
+        })
     }
 
     /// Constrains a text to JSON of this schema.
@@ -59,7 +83,8 @@ impl Constraints {
     /// # Errors
     /// Fails for a schema that is invalid, too large, or uses what llguidance does not support.
     pub fn schema(&self, schema: &Value) -> Result<Constraint, String> {
-        self.compile(TopLevelGrammar::from_json_schema(schema.clone()))
+        let size = schema.to_string().len();
+        self.compile(TopLevelGrammar::from_json_schema(schema.clone()), size)
     }
 
     /// Constrains a text to a regular expression.
@@ -67,7 +92,7 @@ impl Constraints {
     /// # Errors
     /// Fails for an invalid or too large expression.
     pub fn regex(&self, regex: &str) -> Result<Constraint, String> {
-        self.compile(TopLevelGrammar::from_regex(regex))
+        self.compile(TopLevelGrammar::from_regex(regex), regex.len())
     }
 
     /// Constrains a text to a grammar in llguidance's variant of Lark.
@@ -75,7 +100,14 @@ impl Constraints {
     /// # Errors
     /// Fails for an invalid or too large grammar.
     pub fn grammar(&self, lark: &str) -> Result<Constraint, String> {
-        self.compile(TopLevelGrammar::from_lark(lark.into()))
+        let words = lark.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
+        let conditions = words.filter(|word| matches!(*word, "not" | "and" | "or")).count();
+        if lark.contains("%if") && conditions > MOST_CONDITIONS {
+            return Err(format!(
+                "a grammar with %if may have {MOST_CONDITIONS} not, and, or, but has {conditions}"
+            ));
+        }
+        self.compile(TopLevelGrammar::from_lark(lark.into()), lark.len())
     }
 
     /// Constrains a text to calls of one of these tools, `(name, schema of its arguments)`, in the
@@ -84,20 +116,16 @@ impl Constraints {
     /// # Errors
     /// Fails as [`schema`](Self::schema) does.
     pub(crate) fn tool_call(&self, tools: &[(String, Value)]) -> Result<Constraint, String> {
-        let calls: Vec<Value> = tools
-            .iter()
-            .map(|(name, arguments)| {
-                json!({
-                    "type": "object", "required": ["name", "arguments"],
-                    "properties": {"name": {"const": name}, "arguments": arguments},
-                    "additionalProperties": false,
-                })
-            })
-            .collect();
-        let schema = json!({"anyOf": calls});
-        self.grammar(&format!(
-            "start: \"<tool_call>\\n\" call \"\\n</tool_call>\"\ncall: %json {schema}\n"
-        ))
+        // Each schema is a document of its own, in which `#/$defs/..` refers to its definitions.
+        let call = |(i, (name, arguments)): (usize, &(String, Value))| {
+            let name = Value::from(name.as_str());
+            let open = format!("<tool_call>\n{{\"name\": {name}, \"arguments\": ");
+            let [open, close] = [open.as_str(), "}\n</tool_call>"].map(Value::from);
+            format!("call{i}: {open} json{i} {close}\njson{i}: %json {arguments}\n")
+        };
+        let calls: String = tools.iter().enumerate().map(call).collect();
+        let names: Vec<String> = (0..tools.len()).map(|i| format!("call{i}")).collect();
+        self.grammar(&format!("start: {}\n{calls}", names.join(" | ")))
     }
 }
 

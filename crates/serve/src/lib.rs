@@ -11,5 +11,5 @@ mod metrics;
 mod tools;
 
 pub use engine::{Engine, EngineOptions};
-pub use http::{App, ServerOptions, router, serve};
+pub use http::{App, Gates, ServerOptions, router, serve};
 pub use metrics::{Metrics, Outcome};

@@ -19,7 +19,8 @@ use kv_cli::{
 use kv_cubecl::{KvCacheConfig, On, Target};
 use kv_models::{ChatTemplate, ModelCacheConfig, Speculate, decimal_size};
 use kv_serve::{
-    App, Engine, EngineOptions, Metrics, ServerOptions, constraint::Constraints, router, serve,
+    App, Engine, EngineOptions, Gates, Metrics, ServerOptions, constraint::Constraints, router,
+    serve,
 };
 use mimalloc::MiMalloc;
 use tokio::{net::TcpListener, sync::watch};
@@ -137,9 +138,10 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
         check_folder("prefix-folder", folder)?;
     }
     if !cli.host.is_loopback() && cli.api_key.is_none() {
-        note(
-            "other machines can use this server, because --host is not loopback and there is no \
-              --api-key",
+        bail!(
+            "host = {}: other machines can use a server that is not on a loopback address; give it \
+             a key with --api-key or KV_SERVE_API_KEY",
+            cli.host
         );
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -200,6 +202,7 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
             is_local: cli.host.is_loopback(),
             ..ServerOptions::default()
         },
+        gates: Gates::default(),
     });
     runtime.block_on(listen(listener, app, cli.slots, Duration::from_secs(cli.grace)))
 }
@@ -221,7 +224,7 @@ async fn listen(listener: TcpListener, app: Arc<App>, slots: u16, grace: Duratio
         app.engine.room(),
     ))?;
     let mut ended = app.engine.ended();
-    let (stopping, connections) = (app.clone(), app.options.connections);
+    let (stopping, options) = (app.clone(), app.options.clone());
     let stop = async move {
         let failed = tokio::select! {
             _ = signalled.wait_for(|&n| n > 0) => false,
@@ -234,7 +237,7 @@ async fn listen(listener: TcpListener, app: Arc<App>, slots: u16, grace: Duratio
         }
         failed
     };
-    if serve(listener, router(app.clone()), connections, stop, grace).await? {
+    if serve(listener, router(app.clone()), options, stop, grace).await? {
         bail!("the engine has failed");
     }
     Ok(())

@@ -23,14 +23,14 @@ use kv_models::{
     generate::{Event, Stop},
 };
 use tokio::sync::{
-    mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    mpsc::{UnboundedSender, unbounded_channel},
     watch,
 };
 
 use self::pick::Picking;
 pub use self::{
     pick::PickOptions,
-    update::{End, Scored, Update},
+    update::{End, Scored, Update, Updates},
 };
 use crate::metrics::{Metrics, Outcome};
 
@@ -95,7 +95,7 @@ pub struct Engine {
 
 #[derive(Debug)]
 enum Command {
-    Start(Box<Task>, UnboundedSender<Update>),
+    Start(Box<Task>, UnboundedSender<Update>, Arc<AtomicBool>),
     /// Finish all texts, then end.
     Stop,
 }
@@ -130,6 +130,8 @@ struct Live {
     start: Instant,
     /// When the last token was generated.
     last: Option<Instant>,
+    /// Set when the request needs no more tokens.
+    is_done: Arc<AtomicBool>,
     /// The reason why the engine stopped the text.
     stopped: Option<End>,
 }
@@ -216,26 +218,32 @@ impl Engine {
         self.room
     }
 
-    /// Starts several texts, all of them or none. Each receiver gets [`Update`]s up to
-    /// [`Update::End`]. A text whose receiver is dropped ends.
+    /// Returns the most texts that wait or are continued at a time.
+    pub fn places(&self) -> usize {
+        self.places.most
+    }
+
+    /// Starts several texts, all of them or none. The last update of each is [`Update::End`].
     ///
     /// # Errors
     /// Fails when too few places are free, and when the engine is stopping.
-    pub fn submit(&self, tasks: Vec<Task>) -> Result<Vec<UnboundedReceiver<Update>>, Refusal> {
+    pub fn submit(&self, tasks: Vec<Task>) -> Result<Vec<Updates>, Refusal> {
         let n = tasks.len();
         self.places.take(n).inspect_err(|_| {
             self.metrics.count(Outcome::Refused);
         })?;
-        let mut receivers = vec![];
+        let mut texts = vec![];
         for task in tasks {
-            let (to, from) = unbounded_channel();
-            if self.commands.send(Command::Start(Box::new(task), to)).is_err() {
+            let (to, receiver) = unbounded_channel();
+            let stopped = Arc::new(AtomicBool::new(false));
+            let start = Command::Start(Box::new(task), to, stopped.clone());
+            if self.commands.send(start).is_err() {
                 self.places.free(n);
                 return Err(Refusal::Stopping);
             }
-            receivers.push(from);
+            texts.push(Updates { receiver, stopped });
         }
-        Ok(receivers)
+        Ok(texts)
     }
 
     /// Returns whether the engine accepts texts.
@@ -307,12 +315,12 @@ impl Loop<'_> {
                     false => self.receiver.try_recv().ok(),
                 };
                 match command {
-                    Some(Command::Start(task, to)) => self.start(*task, to),
+                    Some(Command::Start(task, to, is_done)) => self.start(*task, to, is_done),
                     Some(Command::Stop) => stopping = true,
                     None => break,
                 }
             }
-            self.end_abandoned();
+            self.end_stopped();
             if let Err(error) = self.batch.advance() {
                 self.fail(&error);
                 return None;
@@ -322,7 +330,7 @@ impl Loop<'_> {
         self.batch.into_prefixes()
     }
 
-    fn start(&mut self, task: Task, to: UnboundedSender<Update>) {
+    fn start(&mut self, task: Task, to: UnboundedSender<Update>, is_done: Arc<AtomicBool>) {
         let Task { prompt, max_tokens, eos, salt, pick, deadline } = task;
         let pushed = Picking::new(pick, eos.clone(), prompt.len(), to.clone()).and_then(|pick| {
             let pick = Box::new(pick);
@@ -331,7 +339,7 @@ impl Loop<'_> {
         match pushed {
             Ok(number) => {
                 let (start, last, stopped) = (Instant::now(), None, None);
-                self.live.insert(number, Live { to, deadline, start, last, stopped });
+                self.live.insert(number, Live { to, deadline, start, last, is_done, stopped });
             }
             Err(error) => {
                 let _ = to.send(Update::failed(&error));
@@ -341,14 +349,17 @@ impl Loop<'_> {
         }
     }
 
-    /// Ends texts whose client has gone or whose deadline has passed.
-    fn end_abandoned(&mut self) {
+    /// Ends texts that need no more tokens, whose client has gone or whose deadline has passed.
+    fn end_stopped(&mut self) {
         let now = Instant::now();
         for (&number, live) in &mut self.live {
-            if live.to.is_closed() || now >= live.deadline {
-                live.stopped = Some(End::Deadline);
-                self.batch.stop(number);
-            }
+            let end = match live.is_done.load(SeqCst) {
+                true => End::Eos,
+                false if live.to.is_closed() || now >= live.deadline => End::Deadline,
+                false => continue,
+            };
+            live.stopped = Some(end);
+            self.batch.stop(number);
         }
     }
 

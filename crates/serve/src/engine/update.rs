@@ -1,5 +1,12 @@
 //! What the engine sends to requests.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::SeqCst},
+};
+
+use tokio::sync::mpsc::UnboundedReceiver;
+
 /// A token with its log-probability: the logarithm of the softmax over the model's own logits,
 /// before bias, penalties and temperature.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,10 +43,30 @@ impl Update {
     }
 }
 
+/// The updates of a text. The text ends when this is dropped.
+#[derive(Debug)]
+pub struct Updates {
+    pub(super) receiver: UnboundedReceiver<Update>,
+    pub(super) stopped: Arc<AtomicBool>,
+}
+
+impl Updates {
+    /// Returns the next update; `None` if the engine has ended.
+    pub async fn next(&mut self) -> Option<Update> {
+        self.receiver.recv().await
+    }
+
+    /// Ends the text as if it had generated an end-of-text id. [`Update::End`] follows, maybe after
+    /// tokens that were generated in the meantime.
+    pub fn stop(&self) {
+        self.stopped.store(true, SeqCst);
+    }
+}
+
 /// The reason why a text ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
-    /// An end-of-text id was generated.
+    /// An end-of-text id was generated, or the request [stopped](Updates::stop) the text.
     Eos,
     /// `max_tokens` were generated, or the cache is full.
     Length,

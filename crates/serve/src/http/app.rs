@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use axum::http::StatusCode;
 use kv_models::{ChatTemplate, Tokenizer};
 
-use super::error::ApiError;
+use super::{error::ApiError, gates::Gates};
 use crate::{constraint::Constraints, engine::Engine, metrics::Metrics};
 
 /// The limits of a server.
@@ -19,16 +19,25 @@ pub struct ServerOptions {
     pub timeout: Duration,
     /// The most connections at a time.
     pub connections: usize,
+    /// The longest time in which a client takes nothing of an answer that waits for it.
+    pub write_timeout: Duration,
     /// Set if the server listens on a loopback address. Requests must then name it by an address or
     /// as `localhost`, so that no other name can be made to point to it.
     pub is_local: bool,
 }
 
 impl Default for ServerOptions {
-    /// Returns no key, bodies of up to 8 MiB, 10 minutes, 1024 connections, and any name.
+    /// Returns no key, bodies of up to 8 MiB, 10 minutes, 1024 connections, 60 s for writes, and
+    /// any name.
     fn default() -> Self {
-        let timeout = Duration::from_secs(600);
-        Self { api_key: None, max_body: 8 << 20, timeout, connections: 1024, is_local: false }
+        Self {
+            api_key: None,
+            max_body: 8 << 20,
+            timeout: Duration::from_secs(600),
+            connections: 1024,
+            write_timeout: Duration::from_secs(60),
+            is_local: false,
+        }
     }
 }
 
@@ -53,6 +62,8 @@ pub struct App {
     pub metrics: Metrics,
     /// The limits of the server.
     pub options: ServerOptions,
+    /// The limits for requests that are not texts yet.
+    pub gates: Gates,
 }
 
 impl App {

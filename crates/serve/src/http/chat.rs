@@ -9,14 +9,16 @@ use axum::{
 use kv_models::generate::StopStrings;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::task::block_in_place;
 
 use super::{
     app::App,
     body::Body,
     error::ApiError,
     format::{self, constraint},
+    gates::Turn,
     json::Json,
-    params::{Params, check_logprobs, refuse},
+    params::{Params, check_logprobs, or_default, refuse},
     reply::{Collected, Finish, Piece, Pieces},
     stream::{self, Envelope, Usage},
 };
@@ -25,11 +27,13 @@ use crate::{
     tools::ToolCalls,
 };
 
+type Map = serde_json::Map<String, Value>;
+
 #[derive(Debug, Deserialize)]
 pub(super) struct Request {
     pub(super) messages: Vec<Value>,
     max_completion_tokens: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     logprobs: bool,
     top_logprobs: Option<usize>,
     tools: Option<Value>,
@@ -40,7 +44,8 @@ pub(super) struct Request {
     others: BTreeMap<String, Value>,
 }
 
-/// Returns the messages as a template reads them: with a role, and with content that is a string.
+/// Returns the messages as a template reads them: with a role, content that is a string, and
+/// arguments of tool calls that are objects.
 fn messages(given: &[Value]) -> Result<Vec<Value>, ApiError> {
     if given.is_empty() {
         return Err(ApiError::field("messages", "[]", "must have at least one message"));
@@ -77,23 +82,33 @@ fn messages(given: &[Value]) -> Result<Vec<Value>, ApiError> {
             }
         };
         message.insert("content".into(), content.into());
+        let calls = message.get_mut("tool_calls").and_then(Value::as_array_mut);
+        for call in calls.into_iter().flatten() {
+            // Templates write the arguments as JSON, so a string would be encoded twice.
+            if let Some(arguments) = call.pointer_mut("/function/arguments")
+                && let Some(Ok(object)) = arguments.as_str().map(serde_json::from_str::<Map>)
+            {
+                *arguments = object.into();
+            }
+        }
         Ok(Value::Object(message))
     };
     given.iter().enumerate().map(message).collect()
 }
 
 impl App {
-    /// Renders a conversation and returns its ids.
+    /// Renders a conversation and returns its first ids, at most `limit`.
     pub(super) fn encode_chat(
         &self,
         given: &[Value],
         tools: Option<&Value>,
+        limit: usize,
     ) -> Result<Vec<u32>, ApiError> {
         let messages = messages(given)?;
         let template = self.template.as_ref().ok_or_else(|| {
             ApiError::bad("messages: the model has no chat template; use /v1/completions")
         })?;
-        Ok(self.tokenizer.encode(&template.render_json(&messages, tools)?)?)
+        Ok(self.tokenizer.encode_first(&template.render_json(&messages, tools)?, limit)?)
     }
 }
 
@@ -109,9 +124,10 @@ struct Prepared {
 }
 
 impl Request {
-    fn prepare(&self, app: &App) -> Result<Prepared, ApiError> {
+    fn prepare(&self, app: &App, turn: Turn) -> Result<Prepared, ApiError> {
         let unsupported = ["functions", "function_call", "audio", "modalities", "echo"];
         refuse(&self.others, &unsupported)?;
+        let n = self.params.check(app, 1)?;
         let top = match (self.logprobs, self.top_logprobs) {
             (false, Some(n)) => {
                 return Err(ApiError::field("top_logprobs", n, "needs logprobs = true"));
@@ -129,12 +145,13 @@ impl Request {
         };
         self.params.check_constraint(constraint.as_ref())?;
         let shown = self.tools.as_ref().filter(|_| tools.are_read);
-        let prompt = app.encode_chat(&self.messages, shown)?;
+        // One id more than fits shows that a conversation is too long.
+        let prompt = app.encode_chat(&self.messages, shown, app.engine.room() + 1)?;
         let change =
             |pick: PickOptions| PickOptions { top, constraint: constraint.clone(), ..pick };
         let max_tokens = self.max_completion_tokens.or(self.params.max_tokens);
-        let tasks = self.params.tasks(app, &prompt, max_tokens, change)?;
-        let usage = Usage { prompt: prompt.len(), completion: 0, cached: 0 };
+        let tasks = self.params.tasks(app, &prompt, n, max_tokens, turn.deadline, change)?;
+        let usage = Usage::new(prompt.len(), n);
         let stops = self.params.stops()?;
         Ok(Prepared { tasks, stops, usage, top, reads_calls: tools.are_read })
     }
@@ -142,14 +159,14 @@ impl Request {
 
 pub(super) async fn chat(
     State(app): State<Arc<App>>,
-    Body(request): Body<Request>,
+    Body(request, turn): Body<Request>,
 ) -> Result<Response, ApiError> {
     let (prepared, params) = app
-        .blocking(move |app| request.prepare(app).map(|prepared| (prepared, request.params)))
+        .blocking(move |app| request.prepare(app, turn).map(|prepared| (prepared, request.params)))
         .await?;
     let Prepared { tasks, stops, mut usage, top, reads_calls } = prepared;
     let n = tasks.len();
-    let pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
+    let pieces = Pieces::new(&app, tasks, &stops)?;
     if params.stream {
         let envelope = Envelope::new(&app, "chatcmpl", "chat.completion.chunk");
         let mut begun = vec![false; n];
@@ -180,10 +197,7 @@ pub(super) async fn chat(
                 chunks.push(chunk(json!({"content": text}), logprobs, None));
             }
             if let Some(finish) = &piece.finish {
-                let reason = match called.is_empty() {
-                    true => finish.name(),
-                    false => "tool_calls",
-                };
+                let reason = reason(finish, !called.is_empty());
                 if !called.is_empty() {
                     chunks.push(chunk(json!({"tool_calls": called}), None, None));
                 }
@@ -197,7 +211,7 @@ pub(super) async fn chat(
     let choices = pieces.collect(|piece| usage.add(piece)).await?;
     let choice = |(index, choice): (usize, Collected)| {
         let mut message = json!({"role": "assistant", "content": choice.text, "refusal": null});
-        let mut finish = choice.finish.as_ref().map(Finish::name);
+        let mut has_called = false;
         if reads_calls {
             let mut reader = ToolCalls::default();
             let text = reader.push(&choice.text);
@@ -206,26 +220,36 @@ pub(super) async fn chat(
                 let text = text + &rest;
                 message["content"] = (!text.trim().is_empty()).then_some(text).into();
                 message["tool_calls"] = called.into();
-                finish = Some("tool_calls");
+                has_called = true;
             }
         }
         json!({
             "index": index,
             "message": message,
             "logprobs": top.map(|_| logprobs(&app, &choice.tokens)),
-            "finish_reason": finish,
+            "finish_reason": choice.finish.as_ref().map(|finish| reason(finish, has_called)),
         })
     };
-    let choices: Vec<Value> = choices.into_iter().enumerate().map(choice).collect();
+    let choices = choices.into_iter().enumerate();
+    // Log-probabilities of long texts take long to render.
+    let choices: Vec<Value> = block_in_place(|| choices.map(choice).collect());
     let envelope = Envelope::new(&app, "chatcmpl", "chat.completion");
     Ok(Json(envelope.with(choices, Some(usage))).into_response())
+}
+
+/// Returns the reason why an answer ended. An answer that was cut has maybe not made all its calls.
+fn reason(finish: &Finish, has_called: bool) -> &'static str {
+    match finish {
+        Finish::Stop if has_called => "tool_calls",
+        finish => finish.name(),
+    }
 }
 
 /// Returns the log-probabilities of tokens, an object for each.
 fn logprobs(app: &App, tokens: &[Scored]) -> Value {
     let one = |id: u32, logprob: f32| {
-        let token = app.token_text(id);
-        json!({"token": token, "logprob": logprob, "bytes": token.as_bytes()})
+        let bytes = app.tokenizer.token_bytes(id);
+        json!({"token": app.token_text(id), "logprob": logprob, "bytes": bytes})
     };
     let content: Vec<Value> = tokens
         .iter()
@@ -237,4 +261,35 @@ fn logprobs(app: &App, tokens: &[Scored]) -> Value {
         })
         .collect();
     json!({"content": content, "refusal": null})
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_of_earlier_calls_are_objects() {
+        let arguments = |given: Value| {
+            let call = json!({"type": "function", "function": {"name": "f", "arguments": given}});
+            let message = json!({"role": "assistant", "tool_calls": [call]});
+            messages(&[message]).unwrap()[0]["tool_calls"][0]["function"]["arguments"].clone()
+        };
+        assert_eq!(arguments(json!("{\"a\": [1]}")), json!({"a": [1]}));
+        assert_eq!(arguments(json!({"a": 1})), json!({"a": 1}));
+        for other in [json!("[1]"), json!("no JSON"), json!(""), Value::Null] {
+            assert_eq!(arguments(other.clone()), other);
+        }
+        for wrong in [json!(3), json!([3]), json!([{"function": 3}])] {
+            let message = json!({"role": "assistant", "tool_calls": wrong});
+            assert_eq!(messages(&[message]).unwrap()[0]["tool_calls"], wrong);
+        }
+    }
+
+    #[test]
+    fn answers_that_are_cut_end_by_their_length() {
+        assert_eq!(reason(&Finish::Stop, true), "tool_calls");
+        assert_eq!(reason(&Finish::Stop, false), "stop");
+        assert_eq!(reason(&Finish::Length, true), "length");
+    }
 }

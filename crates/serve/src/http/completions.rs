@@ -1,6 +1,6 @@
 //! `/v1/completions`: continues texts.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, iter::repeat_n, sync::Arc};
 
 use axum::{
     extract::State,
@@ -9,14 +9,16 @@ use axum::{
 use kv_models::generate::StopStrings;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::task::block_in_place;
 
 use super::{
     app::App,
     body::Body,
     error::ApiError,
     format::constraint,
+    gates::Turn,
     json::Json,
-    params::{Params, check_logprobs, refuse},
+    params::{Params, check_logprobs, or_default, refuse},
     reply::{Collected, Finish, Piece, Pieces},
     stream::{self, Envelope, Usage},
 };
@@ -38,7 +40,7 @@ enum Prompts {
 #[derive(Debug, Deserialize)]
 pub(super) struct Request {
     prompt: Prompts,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     echo: bool,
     logprobs: Option<usize>,
     #[serde(flatten)]
@@ -52,26 +54,37 @@ const MAX_TOKENS: usize = 16;
 /// The most prompts of a request.
 const MOST_PROMPTS: usize = 128;
 
+/// A prompt's ids, and its text if it was given as one.
+type Prompt<'a> = (Vec<u32>, Option<&'a str>);
+
 impl Request {
-    /// Returns the ids of each prompt. Texts begin with the begin-of-text token if the model was
-    /// trained so.
-    fn prompts(&self, app: &App) -> Result<Vec<Vec<u32>>, ApiError> {
-        let encode = |text: &String| -> Result<Vec<u32>, ApiError> {
-            let bos = app.tokenizer.leading_bos().into_iter();
-            Ok(bos.chain(app.tokenizer.encode(text)?).collect())
+    fn n_prompts(&self) -> Result<usize, ApiError> {
+        let n = match &self.prompt {
+            Prompts::Text(_) | Prompts::Ids(_) => 1,
+            Prompts::Texts(texts) => texts.len(),
+            Prompts::IdLists(lists) => lists.len(),
         };
-        let prompts = match &self.prompt {
-            Prompts::Text(text) => vec![encode(text)?],
-            Prompts::Texts(texts) => texts.iter().map(encode).collect::<Result<_, _>>()?,
-            Prompts::Ids(ids) => vec![ids.clone()],
-            Prompts::IdLists(lists) => lists.clone(),
-        };
-        match prompts.len() {
-            1..=MOST_PROMPTS => Ok(prompts),
-            n => {
+        match n {
+            1..=MOST_PROMPTS => Ok(n),
+            _ => {
                 let rule = format!("must be 1 to {MOST_PROMPTS} prompts");
                 Err(ApiError::field("prompt", format!("{n} prompts"), rule))
             }
+        }
+    }
+
+    /// Returns the prompts. Texts begin with the begin-of-text token if the model was trained so.
+    /// Of a prompt that does not fit into the context, only as many ids are returned as show it.
+    fn prompts(&self, app: &App) -> Result<Vec<Prompt<'_>>, ApiError> {
+        let encode = |text| -> Result<Prompt<'_>, ApiError> {
+            let ids = app.tokenizer.encode_first(text, app.engine.room() + 1)?;
+            Ok((app.tokenizer.leading_bos().into_iter().chain(ids).collect(), Some(text)))
+        };
+        match &self.prompt {
+            Prompts::Text(text) => Ok(vec![encode(text)?]),
+            Prompts::Texts(texts) => texts.iter().map(|text| encode(text)).collect(),
+            Prompts::Ids(ids) => Ok(vec![(ids.clone(), None)]),
+            Prompts::IdLists(lists) => Ok(lists.iter().map(|ids| (ids.clone(), None)).collect()),
         }
     }
 }
@@ -88,8 +101,9 @@ struct Prepared {
 }
 
 impl Request {
-    fn prepare(&self, app: &App) -> Result<Prepared, ApiError> {
+    fn prepare(&self, app: &App, turn: Turn) -> Result<Prepared, ApiError> {
         refuse(&self.others, &["suffix"])?;
+        let n = self.params.check(app, self.n_prompts()?)?;
         let constraint = constraint(app, &self.others)?;
         self.params.check_constraint(constraint.as_ref())?;
         let top = self.logprobs.map(|n| check_logprobs("logprobs", n)).transpose()?;
@@ -104,29 +118,32 @@ impl Request {
             PickOptions { top, scores_prompt, constraint, ..pick }
         };
         let (mut tasks, mut head) = (vec![], vec![]);
-        for prompt in &prompts {
-            let choices = self.params.tasks(app, prompt, Some(max_tokens), change)?;
+        for (ids, text) in &prompts {
+            let max_tokens = Some(max_tokens);
+            tasks.extend(self.params.tasks(app, ids, n, max_tokens, turn.deadline, change)?);
             if self.echo {
-                let text = app.tokenizer.decode(prompt)?;
-                head.extend(std::iter::repeat_n(text, choices.len()));
+                let text = match text {
+                    Some(text) => text.to_string(),
+                    None => app.tokenizer.decode(ids)?,
+                };
+                head.extend(repeat_n(text, n));
             }
-            tasks.extend(choices);
         }
-        let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), completion: 0, cached: 0 };
+        let usage = Usage::new(prompts.iter().map(|(ids, _)| ids.len()).sum(), n);
         Ok(Prepared { tasks, stops: self.params.stops()?, usage, head, top })
     }
 }
 
 pub(super) async fn complete(
     State(app): State<Arc<App>>,
-    Body(request): Body<Request>,
+    Body(request, turn): Body<Request>,
 ) -> Result<Response, ApiError> {
     let (prepared, params) = app
-        .blocking(move |app| request.prepare(app).map(|prepared| (prepared, request.params)))
+        .blocking(move |app| request.prepare(app, turn).map(|prepared| (prepared, request.params)))
         .await?;
     let Prepared { tasks, stops, mut usage, head, top } = prepared;
     let n = tasks.len();
-    let pieces = Pieces::new(&app, app.engine.submit(tasks)?, &stops);
+    let pieces = Pieces::new(&app, tasks, &stops)?;
     let envelope = Envelope::new(&app, "cmpl", "text_completion");
     if params.stream {
         let mut offsets = vec![0; n];
@@ -154,7 +171,9 @@ pub(super) async fn complete(
             "finish_reason": choice.finish.as_ref().map(Finish::name),
         })
     };
-    let choices: Vec<Value> = choices.into_iter().enumerate().map(choice).collect();
+    let choices = choices.into_iter().enumerate();
+    // Log-probabilities of long texts take long to render.
+    let choices: Vec<Value> = block_in_place(|| choices.map(choice).collect());
     Ok(Json(envelope.with(choices, Some(usage))).into_response())
 }
 

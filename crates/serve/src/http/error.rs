@@ -56,6 +56,12 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
+    /// Creates the error of a request that takes longer than it may.
+    pub(crate) fn late() -> Self {
+        let message = "the deadline of the request has passed";
+        Self::status(StatusCode::GATEWAY_TIMEOUT, message)
+    }
+
     pub(crate) fn json(&self) -> serde_json::Value {
         let Self { kind, message, param, code, .. } = self;
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})

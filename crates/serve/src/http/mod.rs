@@ -6,39 +6,44 @@ mod chat;
 mod completions;
 mod error;
 mod format;
+mod gates;
 mod json;
 mod params;
 mod reply;
 mod serve;
 mod stream;
 mod tokenize;
+mod write_timeout;
 
 use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     Router,
-    extract::{Request, State},
+    extract::{Path, Request, State},
     http::{HeaderMap, StatusCode, header},
     middleware::{Next, from_fn_with_state},
     response::{Html, IntoResponse, Response},
     routing::{get, post},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 pub use self::{
     app::{App, ServerOptions},
+    gates::Gates,
     serve::serve,
 };
 use self::{error::ApiError, json::Json};
 
-/// Returns the routes of a server.
+/// Returns the routes of a server. They need a runtime with several threads, because responses with
+/// many log-probabilities block theirs.
 pub fn router(app: Arc<App>) -> Router {
     let open = Router::new().route("/", get(page)).route("/health", get(health));
     let closed = Router::new()
         .route("/v1/completions", post(completions::complete))
         .route("/v1/chat/completions", post(chat::chat))
         .route("/v1/models", get(models))
-        .route("/v1/models/{model}", get(models))
+        // A name such as org/model has a slash.
+        .route("/v1/models/{*model}", get(model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/tokenizer_info", get(tokenize::info))
@@ -49,8 +54,10 @@ pub fn router(app: Arc<App>) -> Router {
 }
 
 /// Returns the page to chat with the model and to watch the server.
-async fn page() -> Html<&'static str> {
-    Html(include_str!("page.html"))
+async fn page() -> impl IntoResponse {
+    // A page that is framed could be made to send messages by clicks that are meant for another.
+    let header = (header::CONTENT_SECURITY_POLICY, "frame-ancestors 'none'");
+    ([header], Html(include_str!("page.html")))
 }
 
 async fn unknown(request: Request) -> ApiError {
@@ -85,11 +92,8 @@ fn check_site(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     }
     let site = origin.split_once("://").map_or(origin, |(_, site)| site);
     if app.options.api_key.is_none() && !origin.is_empty() && site != host {
-        return refused(
-            "header origin",
-            origin,
-            "pages of other sites need a server with --api-key",
-        );
+        let rule = "pages of other sites cannot use this server; serve both by one proxy";
+        return refused("header origin", origin, rule);
     }
     Ok(())
 }
@@ -134,18 +138,20 @@ async fn health(State(app): State<Arc<App>>) -> Response {
     }
 }
 
-async fn models(State(app): State<Arc<App>>, request: Request) -> Result<Json, ApiError> {
-    let model = json!({
+fn described(app: &App) -> Value {
+    json!({
         "id": app.name, "object": "model", "created": 0, "owned_by": "kv-serve",
         "max_model_len": app.engine.room(), "cache": app.cache,
-    });
-    match request.uri().path().strip_prefix("/v1/models/") {
-        None => Ok(Json(json!({"object": "list", "data": [model]}))),
-        Some(name) => {
-            app.check_model(Some(name))?;
-            Ok(Json(model))
-        }
-    }
+    })
+}
+
+async fn models(State(app): State<Arc<App>>) -> Json {
+    Json(json!({"object": "list", "data": [described(&app)]}))
+}
+
+async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json, ApiError> {
+    app.check_model(Some(&name))?;
+    Ok(Json(described(&app)))
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use kv_models::{Sampling, generate::StopStrings};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use super::{app::App, error::ApiError};
@@ -19,6 +19,13 @@ use crate::{
 const MOST_CHOICES: usize = 16;
 /// The most log-probabilities at a position.
 pub(super) const MOST_LOGPROBS: usize = 20;
+/// The most ids with a bias. OpenAI's API allows 300.
+const MOST_BIASES: usize = 1024;
+/// The most stop strings, and the most bytes of each.
+const MOST_STOPS: usize = 16;
+const MOST_STOP_BYTES: usize = 1024;
+/// The most bytes of a salt. Every text has a copy of it.
+const MOST_SALT_BYTES: usize = 256;
 
 /// One or several stop strings.
 #[derive(Debug, Deserialize)]
@@ -28,10 +35,17 @@ enum Stops {
     Several(Vec<String>),
 }
 
+/// Reads a field whose null means its default, as in OpenAI's API.
+pub(super) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
+    field: D,
+) -> Result<T, D::Error> {
+    Ok(Option::deserialize(field)?.unwrap_or_default())
+}
+
 /// The options of a stream.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct StreamOptions {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(super) include_usage: bool,
 }
 
@@ -55,16 +69,18 @@ pub(super) struct Params {
     n: Option<usize>,
     best_of: Option<usize>,
     stop: Option<Stops>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(super) ignore_eos: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub(super) stream: bool,
     pub(super) stream_options: Option<StreamOptions>,
 }
 
 impl Params {
-    /// Returns the number of choices.
-    pub(super) fn n(&self) -> Result<usize, ApiError> {
+    /// Checks the sizes of a request with `prompts` prompts, before anything is done for each of
+    /// its choices. Returns the number of choices of a prompt.
+    pub(super) fn check(&self, app: &App, prompts: usize) -> Result<usize, ApiError> {
+        app.check_model(self.model.as_deref())?;
         let n = self.n.unwrap_or(1);
         if !(1..=MOST_CHOICES).contains(&n) {
             return Err(ApiError::field("n", n, format!("must be 1 to {MOST_CHOICES}")));
@@ -75,7 +91,26 @@ impl Params {
         if self.stream_options.is_some() && !self.stream {
             return Err(ApiError::field("stream_options", "an object", "needs stream = true"));
         }
-        Ok(n)
+        let (texts, places) = (n * prompts, app.engine.places());
+        if texts > places {
+            let rule = format!(
+                "with {prompts} prompts makes {texts} texts, but this server has {places} places \
+                 in its slots and queue; send fewer at a time"
+            );
+            return Err(ApiError::field("n", n, rule));
+        }
+        let biases = self.logit_bias.as_ref().map_or(0, BTreeMap::len);
+        if biases > MOST_BIASES {
+            let rule = format!("must be at most {MOST_BIASES} ids");
+            return Err(ApiError::field("logit_bias", format!("{biases} ids"), rule));
+        }
+        match self.cache_salt.as_ref().filter(|salt| salt.len() > MOST_SALT_BYTES) {
+            Some(salt) => {
+                let rule = format!("must have at most {MOST_SALT_BYTES} bytes");
+                Err(ApiError::field("cache_salt", salt, rule))
+            }
+            None => Ok(n),
+        }
     }
 
     /// Checks that a constrained text can end.
@@ -93,9 +128,13 @@ impl Params {
             Some(Stops::One(stop)) => std::slice::from_ref(stop),
             Some(Stops::Several(stops)) => stops,
         };
-        if stops.len() > 16 {
-            let rule = "must be at most 16 strings";
+        if stops.len() > MOST_STOPS {
+            let rule = format!("must be at most {MOST_STOPS} strings");
             return Err(ApiError::field("stop", format!("{} strings", stops.len()), rule));
+        }
+        if let Some(long) = stops.iter().find(|stop| stop.len() > MOST_STOP_BYTES) {
+            let rule = format!("must have at most {MOST_STOP_BYTES} bytes");
+            return Err(ApiError::field("stop", long, rule));
         }
         Ok(StopStrings::new(stops)?)
     }
@@ -136,31 +175,35 @@ impl Params {
             return Err(ApiError::field("temperature", temperature, "must be from 0 to 2"));
         }
         kv_models::Sampler::new(sampling)?;
-        let bias = self.logit_bias.iter().flatten();
-        let bias = bias.map(|(id, &bias)| {
-            let parsed = id.parse::<u32>().ok().filter(|&id| (id as usize) < app.n_ids);
-            let id = parsed.ok_or_else(|| {
+        let mut biases = BTreeMap::new();
+        for (key, &bias) in self.logit_bias.iter().flatten() {
+            let id = key.parse::<u32>().ok().filter(|&id| (id as usize) < app.n_ids);
+            let id = id.ok_or_else(|| {
                 let rule = format!("keys must be ids below {}", app.n_ids);
-                ApiError::field("logit_bias", id, rule)
+                ApiError::field("logit_bias", key, rule)
             })?;
-            match (-100.0..=100.0).contains(&bias) {
-                true => Ok((id, bias)),
-                false => Err(ApiError::field("logit_bias", bias, "must be from -100 to 100")),
+            if !(-100.0..=100.0).contains(&bias) {
+                return Err(ApiError::field("logit_bias", bias, "must be from -100 to 100"));
             }
-        });
-        let bias = bias.collect::<Result<_, _>>()?;
+            if biases.insert(id, bias).is_some() {
+                let rule = format!("another key is id {id}, too");
+                return Err(ApiError::field("logit_bias", key, rule));
+            }
+        }
+        let bias = biases.into_iter().collect();
         Ok(PickOptions { sampling, bias, ..PickOptions::default() })
     }
 
-    /// Returns a task for each choice of a prompt.
+    /// Returns a task for each of the `n_choices` of a prompt.
     pub(super) fn tasks(
         &self,
         app: &App,
         prompt: &[u32],
+        n_choices: usize,
         max_tokens: Option<usize>,
+        deadline: Instant,
         change: impl Fn(PickOptions) -> PickOptions,
     ) -> Result<Vec<Task>, ApiError> {
-        app.check_model(self.model.as_deref())?;
         let (n, room) = (prompt.len(), app.engine.room());
         if n == 0 {
             return Err(ApiError::field("prompt", "empty", "must have at least one token"));
@@ -170,10 +213,16 @@ impl Params {
         }
         let asked = max_tokens.unwrap_or(1);
         if n.saturating_add(asked) > room {
-            let message = format!(
-                "the prompt has {n} tokens and max_tokens is {asked}, but the context of this \
-                 server is {room} tokens"
-            );
+            let message = match n > room {
+                // Its other tokens were not even encoded.
+                true => {
+                    format!("the prompt has more than {room} tokens, the context of this server")
+                }
+                false => format!(
+                    "the prompt has {n} tokens and max_tokens is {asked}, but the context of this \
+                     server is {room} tokens"
+                ),
+            };
             return Err(ApiError::bad(message).with_code("context_length_exceeded"));
         }
         let max_tokens = max_tokens.unwrap_or(room - n);
@@ -181,14 +230,13 @@ impl Params {
             true => BTreeSet::new(),
             false => app.tokenizer.eos().clone(),
         };
-        let deadline = Instant::now() + app.options.timeout;
         let task = |index| {
             let (prompt, eos) = (prompt.to_vec(), eos.clone());
             let pick = change(self.pick(app, index)?);
             let salt = self.cache_salt.clone().unwrap_or_default();
             Ok(Task { prompt, max_tokens, eos, salt, pick, deadline })
         };
-        (0..self.n()?).map(task).collect()
+        (0..n_choices).map(task).collect()
     }
 }
 

@@ -1,15 +1,15 @@
 //! Turns the updates of a text into pieces of a response.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use kv_models::generate::StopStrings;
 use tokio::{
-    sync::mpsc::{Receiver, Sender, UnboundedReceiver, channel},
+    sync::mpsc::{Receiver, Sender, channel},
     time::timeout,
 };
 
 use super::{app::App, error::ApiError};
-use crate::engine::{End, Scored, Update};
+use crate::engine::{End, Scored, Task, Update, Updates};
 
 /// A part of one choice.
 #[derive(Debug)]
@@ -56,8 +56,8 @@ pub(super) struct Collected {
 
 /// The pieces that wait for a slow client before the text waits, too.
 const AHEAD: usize = 16;
-/// The longest time that a piece waits for a slow client.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The ids of a prompt that decide how the first ones after it are decoded, at most.
+const CONTEXT: usize = 8;
 
 /// The pieces of all choices of a request, as they arrive.
 #[derive(Debug)]
@@ -67,20 +67,27 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Decodes the updates of each choice in a task of its own. The tasks end when this is dropped,
-    /// and with them the texts.
+    /// Starts the texts of all choices, and decodes the updates of each in a task of its own. The
+    /// tasks end when this is dropped, and with them the texts.
+    ///
+    /// # Errors
+    /// Fails as [`Engine::submit`](crate::Engine::submit) does.
     pub(super) fn new(
         app: &Arc<App>,
-        choices: Vec<UnboundedReceiver<Update>>,
+        tasks: Vec<Task>,
         stops: &StopStrings,
-    ) -> Self {
+    ) -> Result<Self, ApiError> {
         let (to, receiver) = channel(AHEAD);
-        let going = choices.len();
-        for (index, updates) in choices.into_iter().enumerate() {
-            let choice = Choice { index, to: to.clone(), app: app.clone(), stops: stops.clone() };
-            tokio::spawn(choice.run(updates));
+        let going = tasks.len();
+        let context =
+            |task: &Task| task.prompt[task.prompt.len().saturating_sub(CONTEXT)..].to_vec();
+        let contexts: Vec<Vec<u32>> = tasks.iter().map(context).collect();
+        let texts = app.engine.submit(tasks)?.into_iter().zip(contexts);
+        for (index, (updates, context)) in texts.enumerate() {
+            let (to, app, stops) = (to.clone(), app.clone(), stops.clone());
+            tokio::spawn(Choice { index, to, app, stops, context }.run(updates));
         }
-        Self { receiver, going }
+        Ok(Self { receiver, going })
     }
 
     /// Returns the next piece; `None` after the last of all choices.
@@ -131,22 +138,28 @@ struct Choice {
     to: Sender<Piece>,
     app: Arc<App>,
     stops: StopStrings,
+    /// The last ids of the prompt.
+    context: Vec<u32>,
 }
 
 impl Choice {
-    async fn run(mut self, mut updates: UnboundedReceiver<Update>) {
+    async fn run(mut self, mut updates: Updates) {
         let app = self.app.clone();
-        let mut stream = app.tokenizer.stream();
+        let mut stream = app.tokenizer.stream_after(&self.context);
         loop {
-            let (text, tokens, n_tokens, finish) = match updates.recv().await {
+            let (text, tokens, n_tokens, finish) = match updates.next().await {
+                // Tokens after a stop string, which came before the engine ended the text.
+                Some(Update::Token(_) | Update::Eos(_)) if self.stops.found().is_some() => continue,
                 Some(Update::Prompt(scores)) => (String::new(), scores, 0, None),
                 // As in vLLM, it counts as a token, and has a log-probability.
                 Some(Update::Eos(token)) => (String::new(), requested(token), 1, None),
                 Some(Update::Token(token)) => match stream.push(token.id) {
                     Ok(text) => {
                         let text = self.stops.push(&text);
-                        let finish = self.stops.found().map(|_| Finish::Stop);
-                        (text, requested(token), 1, finish)
+                        if self.stops.found().is_some() {
+                            updates.stop();
+                        }
+                        (text, requested(token), 1, None)
                     }
                     Err(error) => {
                         let error = ApiError::internal(error.to_string());
@@ -160,10 +173,7 @@ impl Choice {
                         _ if self.stops.found().is_some() => Finish::Stop,
                         End::Eos => Finish::Stop,
                         End::Length => Finish::Length,
-                        End::Deadline => Finish::Failed(ApiError::status(
-                            axum::http::StatusCode::GATEWAY_TIMEOUT,
-                            "the deadline of the request has passed",
-                        )),
+                        End::Deadline => Finish::Failed(ApiError::late()),
                         End::Failed(why) => Finish::Failed(ApiError::internal(why)),
                     };
                     let index = self.index;
@@ -194,6 +204,7 @@ impl Choice {
 
     /// Sends a piece. Returns `false` if the client has gone, or takes no more pieces.
     async fn send(&self, piece: Piece) -> bool {
-        timeout(PATIENCE, self.to.send(piece)).await.is_ok_and(|sent| sent.is_ok())
+        let sent = timeout(self.app.options.write_timeout, self.to.send(piece)).await;
+        sent.is_ok_and(|sent| sent.is_ok())
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
+use super::{app::ServerOptions, write_timeout::WriteTimeout};
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::{
@@ -21,21 +22,23 @@ const HEADERS: Duration = Duration::from_secs(15);
 /// left.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves `router` on `listener` until `stop` is ready, whose result it returns. It then accepts no
-/// more connections, and waits until all requests have ended.
+/// Serves `router` on `listener`, with the limits of `options`, until `stop` is ready. It then
+/// accepts no more connections, waits until all requests have ended, and returns the result of
+/// `stop`.
 ///
 /// # Errors
 /// Fails when requests are still running after `patience`.
 pub async fn serve<R>(
     listener: TcpListener,
     router: Router,
-    connections: usize,
+    options: ServerOptions,
     stop: impl Future<Output = R>,
     patience: Duration,
 ) -> io::Result<R> {
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEADERS);
-    let (graceful, places) = (GracefulShutdown::new(), Arc::new(Semaphore::new(connections)));
+    let (graceful, places) =
+        (GracefulShutdown::new(), Arc::new(Semaphore::new(options.connections)));
     tokio::pin!(stop);
     let stopped = loop {
         let place = tokio::select! {
@@ -53,7 +56,8 @@ pub async fn serve<R>(
         // Tokens are small, and each is sent as soon as it is there.
         let _ = stream.set_nodelay(true);
         let service = TowerToHyperService::new(router.clone());
-        let connection = server.serve_connection(TokioIo::new(stream), service);
+        let stream = TokioIo::new(WriteTimeout::new(stream, options.write_timeout));
+        let connection = server.serve_connection(stream, service);
         let connection = graceful.watch(connection);
         tokio::spawn(async move {
             // A client that breaks the protocol or goes away is no error of the server.

@@ -23,16 +23,20 @@ pub(super) struct Detokenize {
 
 pub(super) async fn tokenize(
     State(app): State<Arc<App>>,
-    Body(request): Body<Tokenize>,
+    Body(request, turn): Body<Tokenize>,
 ) -> Result<Json, ApiError> {
-    let encode = move |app: &App| match (&request.prompt, &request.messages) {
-        (Some(text), None) => {
-            let special = request.add_special_tokens.unwrap_or(true);
-            let bos = app.tokenizer.leading_bos().filter(|_| special).into_iter();
-            Ok(bos.chain(app.tokenizer.encode(text)?).collect::<Vec<_>>())
+    let encode = move |app: &App| {
+        // Kept until the text is encoded.
+        let _turn = turn;
+        match (&request.prompt, &request.messages) {
+            (Some(text), None) => {
+                let special = request.add_special_tokens.unwrap_or(true);
+                let bos = app.tokenizer.leading_bos().filter(|_| special).into_iter();
+                Ok(bos.chain(app.tokenizer.encode(text)?).collect::<Vec<_>>())
+            }
+            (None, Some(messages)) => app.encode_chat(messages, request.tools.as_ref(), usize::MAX),
+            _ => Err(ApiError::bad("body: must have either prompt or messages")),
         }
-        (None, Some(messages)) => app.encode_chat(messages, request.tools.as_ref()),
-        _ => Err(ApiError::bad("body: must have either prompt or messages")),
     };
     let tokens = app.blocking(encode).await?;
     let (count, room) = (tokens.len(), app.engine.room());
@@ -48,10 +52,15 @@ pub(super) async fn info(State(app): State<Arc<App>>) -> Json {
 
 pub(super) async fn detokenize(
     State(app): State<Arc<App>>,
-    Body(request): Body<Detokenize>,
+    Body(request, turn): Body<Detokenize>,
 ) -> Result<Json, ApiError> {
-    if let Some(id) = request.tokens.iter().find(|&&id| id as usize >= app.n_ids) {
-        return Err(ApiError::field("tokens", id, format!("ids must be below {}", app.n_ids)));
-    }
-    Ok(Json(json!({"prompt": app.tokenizer.decode(&request.tokens)?})))
+    let decode = move |app: &App| {
+        // Kept until the ids are decoded.
+        let _turn = turn;
+        if let Some(id) = request.tokens.iter().find(|&&id| id as usize >= app.n_ids) {
+            return Err(ApiError::field("tokens", id, format!("ids must be below {}", app.n_ids)));
+        }
+        Ok(app.tokenizer.decode(&request.tokens)?)
+    };
+    Ok(Json(json!({"prompt": app.blocking(decode).await?})))
 }

@@ -82,6 +82,57 @@ fn models_tokens_health_and_metrics() {
 }
 
 #[test]
+fn names_of_models_may_have_a_slash() {
+    let server = Server::new(Settings { name: "org/model", ..Settings::default() });
+    for path in ["/v1/models/org/model", "/v1/models/org%2Fmodel"] {
+        assert_eq!(server.get(path, "").ok()["id"], "org/model");
+    }
+    for path in ["/v1/models/org", "/v1/models/org/model/x"] {
+        assert_eq!(server.get(path, "").status, 404, "{path}");
+    }
+    let body = json!({"model": "org/model", "prompt": "She", "max_tokens": 1});
+    server.post("/v1/completions", &body).ok();
+}
+
+/// A token that is a part of a character has its own bytes.
+#[test]
+fn log_probabilities_have_the_bytes_of_tokens() {
+    let server = Server::new(Settings::default());
+    let bytes = |id: u32| server.app.tokenizer.token_bytes(id).unwrap();
+    let is_part = |&id: &u32| std::str::from_utf8(&bytes(id)).is_err();
+    let id = (0..server.app.n_ids as u32).find(is_part).unwrap();
+    let body = json!({
+        "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0,
+        "logprobs": true, "logit_bias": {id.to_string(): 100},
+    });
+    let answer = server.post("/v1/chat/completions", &body).ok();
+    let tokens = answer["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(tokens.len(), 2);
+    for token in tokens {
+        assert_eq!(token["bytes"], json!(bytes(id)), "{token}");
+    }
+}
+
+#[test]
+fn null_means_the_default() {
+    let server = Server::new(Settings::default());
+    let body = json!({
+        "prompt": "She", "max_tokens": 2, "temperature": null, "stream": null, "echo": null,
+        "logprobs": null, "ignore_eos": null, "stream_options": null, "stop": null, "n": null,
+        "logit_bias": null, "seed": null,
+    });
+    let answer = server.post("/v1/completions", &body).ok();
+    assert!(answer["choices"][0]["logprobs"].is_null(), "{answer}");
+    let body = json!({
+        "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": true,
+        "logprobs": null, "top_logprobs": null, "tools": null, "tool_choice": null,
+        "stream_options": {"include_usage": null},
+    });
+    let events = server.post("/v1/chat/completions", &body).events();
+    assert!(events.iter().all(|event| event["usage"].is_null()), "{events:?}");
+}
+
+#[test]
 fn keys_are_checked() {
     let mut settings = Settings::default();
     settings.server.api_key = Some("secret".into());
@@ -125,7 +176,7 @@ fn other_sites_are_refused() {
     for host in ["evil.example", "evil.example:80", "localhost.evil.example", ""] {
         assert_eq!(status(&server, host, ""), 403, "{host}");
     }
-    // With a key, pages of other sites may use it.
+    // With a key, the origin is not checked, so that a proxy may have another name.
     let mut settings = Settings::default();
     settings.server.api_key = Some("secret".into());
     server = Server::new(settings);

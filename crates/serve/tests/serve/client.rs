@@ -8,11 +8,12 @@ use std::{
     time::Duration,
 };
 
+use axum::Router;
 use kv_cubecl::{Flex, KvCacheConfig, On};
 use kv_models::{ChatTemplate, LanguageModel, Speculate, Tokenizer, load};
 use kv_serve::{
-    App, Engine, EngineOptions, Metrics, Outcome, ServerOptions, constraint::Constraints, router,
-    serve,
+    App, Engine, EngineOptions, Gates, Metrics, Outcome, ServerOptions, constraint::Constraints,
+    router, serve,
 };
 use serde_json::Value;
 use tokio::{net::TcpListener, runtime::Runtime, sync::oneshot};
@@ -38,6 +39,9 @@ pub(crate) struct Settings {
     pub(crate) context: usize,
     pub(crate) engine: EngineOptions,
     pub(crate) server: ServerOptions,
+    /// The requests that are prepared at a time.
+    pub(crate) preparing: usize,
+    pub(crate) name: &'static str,
 }
 
 impl Default for Settings {
@@ -54,6 +58,8 @@ impl Default for Settings {
                 speculate: Speculate::Auto,
             },
             server: ServerOptions::default(),
+            preparing: 4,
+            name: "austen",
         }
     }
 }
@@ -78,7 +84,7 @@ impl Server {
         let engine =
             Engine::start(model, config, (*device).clone(), settings.engine, metrics.clone());
         let app = Arc::new(App {
-            name: "austen".into(),
+            name: settings.name.into(),
             cache: settings.cache.into(),
             constraints: Constraints::new(&tokenizer, n_ids),
             template: Some(ChatTemplate::new(TEMPLATE, None, None).unwrap()),
@@ -87,20 +93,31 @@ impl Server {
             engine: engine.unwrap(),
             metrics,
             options: settings.server,
+            gates: Gates::new(settings.preparing, 8),
         });
         let runtime = Runtime::new().unwrap();
         let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel();
-        let (routes, connections) = (router(app.clone()), app.options.connections);
+        let (routes, options) = (router(app.clone()), app.options.clone());
         let stopping = app.clone();
         let stopped = async move {
             let _ = stopped.await;
             stopping.engine.stop();
         };
         let patience = Duration::from_secs(60);
-        let served = runtime.spawn(serve(listener, routes, connections, stopped, patience));
+        let served = runtime.spawn(serve(listener, routes, options, stopped, patience));
         Self { address, app, stop: Some(stop), runtime: Some(runtime), served: Some(served) }
+    }
+
+    /// Serves other routes, too, until the server is dropped. Returns their address.
+    pub(crate) fn also_serve(&self, routes: Router) -> SocketAddr {
+        let runtime = self.runtime.as_ref().unwrap();
+        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
+        let address = listener.local_addr().unwrap();
+        let (options, never) = (self.app.options.clone(), std::future::pending::<()>());
+        runtime.spawn(serve(listener, routes, options, never, Duration::ZERO));
+        address
     }
 
     pub(crate) fn post(&self, path: &str, body: &Value) -> Response {

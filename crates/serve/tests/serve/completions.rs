@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kv_cubecl::KvCacheConfig;
 use kv_models::{GenerateOptions, Speculate, generate, ids_to_tensor};
-use kv_serve::EngineOptions;
+use kv_serve::{EngineOptions, Outcome};
 use serde_json::{Value, json};
 
 use super::client::{Server, Settings, model};
@@ -236,6 +236,56 @@ fn stored_prefixes_change_no_answer() {
         let (evicted, _) = run(300_000);
         assert_eq!(evicted, alone, "{cache}");
     }
+}
+
+/// A stored prefix counts once for a prompt, and for texts that end at a stop string, too.
+#[test]
+fn usage_counts_stored_prefixes_once() {
+    let server = Server::new(Settings { context: 1024, ..Settings::default() });
+    let text = std::fs::read_to_string(super::client::austen().join("heldout.txt")).unwrap();
+    let ids = server.app.tokenizer.encode(&text[..10_000]).unwrap();
+    let ask = |change: Value| {
+        let mut body = json!({"prompt": ids[..600], "max_tokens": 8, "temperature": 0,
+            "ignore_eos": true});
+        body.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        server.post("/v1/completions", &body)
+    };
+    let cached = |answer: &Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].clone();
+    let first = ask(json!({})).ok();
+    assert_eq!(cached(&first), 0);
+    let several = ask(json!({"n": 3})).ok();
+    assert_eq!((cached(&several), &several["usage"]["prompt_tokens"]), (512.into(), &600.into()));
+    let whole = first["choices"][0]["text"].as_str().unwrap();
+    let stop: String = whole.chars().take(1).collect();
+    let stopped = ask(json!({"stop": stop})).ok();
+    assert_eq!(cached(&stopped), 512);
+    let choice = &stopped["choices"][0];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(""), &json!("stop")));
+    let options = json!({"include_usage": true});
+    let events = ask(json!({"stop": stop, "stream": true, "stream_options": options})).events();
+    assert_eq!(events.last().unwrap()["usage"], stopped["usage"]);
+    let reasons = events.iter().map(|event| &event["choices"][0]["finish_reason"]);
+    assert_eq!(reasons.filter(|reason| !reason.is_null()).collect::<Vec<_>>(), ["stop"]);
+    server.wait_until_idle();
+    let counted = [Outcome::Finished, Outcome::Cancelled].map(|it| server.counted(it));
+    assert_eq!(counted, [6, 0]);
+}
+
+/// An echoed text is the one of the request; ids are decoded.
+#[test]
+fn prompts_are_echoed() {
+    let server = Server::new(Settings::default());
+    let ids = server.app.tokenizer.encode(PROMPTS[1]).unwrap();
+    let texts = ["  She  said", "é\u{301}\r\n "];
+    let ask = |prompt: Value| {
+        let body = json!({"prompt": prompt, "echo": true, "max_tokens": 1, "temperature": 0});
+        server.post("/v1/completions", &body).ok()["choices"].clone()
+    };
+    let choices = ask(json!(texts));
+    for (i, given) in texts.iter().enumerate() {
+        assert!(text(&choices[i]).starts_with(given), "{choices}");
+    }
+    assert!(text(&ask(json!(ids))[0]).starts_with(PROMPTS[1]));
 }
 
 /// A salt separates requests.

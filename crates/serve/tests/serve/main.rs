@@ -4,6 +4,8 @@
 mod chat;
 mod client;
 mod completions;
+mod constraints;
 mod faults;
 mod identity;
+mod limits;
 mod page;
