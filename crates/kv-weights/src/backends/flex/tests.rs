@@ -54,7 +54,7 @@ fn products_match_the_definition() {
             .flat_map(|i| blocks[i % blocks.len()].iter().copied())
             .collect();
         let x: Vec<f32> =
-            (0..5 * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
+            (0..11 * columns).map(|i| ((i * 7919) % 1009) as f32 / 500.0 - 1.0).collect();
         let restored = reference::restore(format, &matrix);
         let sums = sums_of(&x, &restored, columns);
         // Two pieces, which are divided among threads.
@@ -62,8 +62,9 @@ fn products_match_the_definition() {
         let pieces = matrix.split_at(23 * layout(1).row_bytes());
         let pieces = [(pieces.0, layout(23)), (pieces.1, layout(rows - 23))];
         let matrix = Stacked::new(pieces);
-        // One row of activations takes different loops than several.
-        for (activations, n) in all.into_iter().flat_map(|all| [(all, 1), (all, 5)]) {
+        // One row of activations takes different loops than several, which are multiplied in parts:
+        // 7 as 4 and 3, 11 as 6 and 5.
+        for (activations, n) in all.into_iter().flat_map(|all| [1, 2, 7, 11].map(|n| (all, n))) {
             let x = &x[..n * columns];
             let rounded = activations.largest().map(|to| reference::round_activations(x, to).0);
             let expected = reference::project(rounded.as_deref().unwrap_or(x), &restored, columns);

@@ -26,8 +26,9 @@ use crate::{
 };
 use activations::{Group, groups};
 
-/// Rows of activations multiplied with a row of weights at a time.
-const ROWS: usize = 4;
+/// The most rows of activations multiplied with a row of weights at a time. The sums of more do not
+/// fit into registers.
+const ROWS: usize = 6;
 /// Rows of weights multiplied with one row of activations at a time, so that activations are loaded
 /// once for all. The rows are in different parts of the matrix, and each part is read in memory
 /// order.
@@ -152,12 +153,16 @@ fn some_rows<F: Groups, X: Multiplied>(
         }
         return;
     }
+    // Parts of almost equal size: each unpacks the weights again.
+    let part = n.div_ceil(n.div_ceil(ROWS));
     for (row, out) in out.chunks_exact_mut(n).enumerate() {
-        for (x, out) in x.chunks(ROWS * groups).zip(out.chunks_mut(ROWS)) {
+        for (x, out) in x.chunks(part * groups).zip(out.chunks_mut(part)) {
             match out.len() {
                 1 => out.copy_from_slice(&weights.multiply::<F, X, 1, 1>([row], x)[0]),
                 2 => out.copy_from_slice(&weights.multiply::<F, X, 1, 2>([row], x)[0]),
                 3 => out.copy_from_slice(&weights.multiply::<F, X, 1, 3>([row], x)[0]),
+                4 => out.copy_from_slice(&weights.multiply::<F, X, 1, 4>([row], x)[0]),
+                5 => out.copy_from_slice(&weights.multiply::<F, X, 1, 5>([row], x)[0]),
                 _ => out.copy_from_slice(&weights.multiply::<F, X, 1, ROWS>([row], x)[0]),
             }
         }
