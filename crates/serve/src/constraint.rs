@@ -16,12 +16,14 @@ pub struct Constraints {
 #[derive(Clone)]
 pub struct Constraint(Matcher);
 
-/// The most bytes of a constraint, as text or as JSON. llguidance compiles a definition that refers
-/// to another one recursively, so this limits the depth of its stack.
+/// The most bytes of a schema or grammar, as text or as JSON. llguidance compiles a definition that
+/// refers to another one recursively, so this limits the depth of its stack.
 const MOST_BYTES: usize = 64 << 10;
 /// The stack in which a constraint is compiled. [`MOST_BYTES`] hold up to 8,000 definitions that
 /// refer to the next one each. Only the part of the stack that is used takes memory.
 const STACK: usize = 512 << 20;
+/// The most bytes of all tools of a call that is required.
+const MOST_TOOLS: usize = 16 * MOST_BYTES;
 /// The most `not`, `and` and `or` of a grammar with conditions. Nested conditions are evaluated and
 /// dropped recursively on threads with an ordinary stack.
 const MOST_CONDITIONS: usize = 1000;
@@ -59,11 +61,8 @@ impl Constraints {
         Ok(constraints)
     }
 
-    /// Compiles a constraint of `size` bytes on a thread of its own, for its deep stack.
-    fn compile(&self, grammar: TopLevelGrammar, size: usize) -> Result<Constraint, String> {
-        if size > MOST_BYTES {
-            return Err(format!("the constraint has {size} bytes, but may have {MOST_BYTES}"));
-        }
+    /// Compiles a constraint on a thread of its own, for its deep stack.
+    fn compile(&self, grammar: TopLevelGrammar) -> Result<Constraint, String> {
         let compile = || {
             let parser = self.factory.create_parser(grammar);
             let parser = parser.map_err(|error| one_line(&error.to_string()))?;
@@ -83,8 +82,8 @@ impl Constraints {
     /// # Errors
     /// Fails for a schema that is invalid, too large, or uses what llguidance does not support.
     pub fn schema(&self, schema: &Value) -> Result<Constraint, String> {
-        let size = schema.to_string().len();
-        self.compile(TopLevelGrammar::from_json_schema(schema.clone()), size)
+        check_bytes("constraint", schema.to_string().len(), MOST_BYTES)?;
+        self.compile(TopLevelGrammar::from_json_schema(schema.clone()))
     }
 
     /// Constrains a text to a regular expression.
@@ -92,7 +91,8 @@ impl Constraints {
     /// # Errors
     /// Fails for an invalid or too large expression.
     pub fn regex(&self, regex: &str) -> Result<Constraint, String> {
-        self.compile(TopLevelGrammar::from_regex(regex), regex.len())
+        check_bytes("constraint", regex.len(), MOST_BYTES)?;
+        self.compile(TopLevelGrammar::from_regex(regex))
     }
 
     /// Constrains a text to a grammar in llguidance's variant of Lark.
@@ -107,7 +107,8 @@ impl Constraints {
                 "a grammar with %if may have {MOST_CONDITIONS} not, and, or, but has {conditions}"
             ));
         }
-        self.compile(TopLevelGrammar::from_lark(lark.into()), lark.len())
+        check_bytes("constraint", lark.len(), MOST_BYTES)?;
+        self.compile(TopLevelGrammar::from_lark(lark.into()))
     }
 
     /// Constrains a text to calls of one of these tools, `(name, schema of its arguments)`, in the
@@ -116,6 +117,10 @@ impl Constraints {
     /// # Errors
     /// Fails as [`schema`](Self::schema) does.
     pub(crate) fn tool_call(&self, tools: &[(String, Value)]) -> Result<Constraint, String> {
+        for (name, arguments) in tools {
+            let size = arguments.to_string().len();
+            check_bytes(&format!("schema of the tool {name}"), size, MOST_BYTES)?;
+        }
         // Each schema is a document of its own, in which `#/$defs/..` refers to its definitions.
         let call = |(i, (name, arguments)): (usize, &(String, Value))| {
             let name = Value::from(name.as_str());
@@ -125,7 +130,16 @@ impl Constraints {
         };
         let calls: String = tools.iter().enumerate().map(call).collect();
         let names: Vec<String> = (0..tools.len()).map(|i| format!("call{i}")).collect();
-        self.grammar(&format!("start: {}\n{calls}", names.join(" | ")))
+        let grammar = format!("start: {}\n{calls}", names.join(" | "));
+        check_bytes("list of tools", grammar.len(), MOST_TOOLS)?;
+        self.compile(TopLevelGrammar::from_lark(grammar))
+    }
+}
+
+fn check_bytes(what: &str, size: usize, most: usize) -> Result<(), String> {
+    match size <= most {
+        true => Ok(()),
+        false => Err(format!("the {what} has {size} bytes, but may have {most}")),
     }
 }
 

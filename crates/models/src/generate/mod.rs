@@ -268,8 +268,9 @@ pub(crate) fn decode(
     };
     let ended = run();
     // After an error, too: the cache must not keep guesses that are no part of the text.
-    steps.finish()?;
+    let finished = steps.finish();
     ended?;
+    finished?;
     out.guesses = steps.guesses();
     out.decode_time = start.elapsed();
     Ok(out)

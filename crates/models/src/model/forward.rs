@@ -73,7 +73,8 @@ impl LanguageModel {
     ) -> Result<Tensor<3>> {
         let [batch, seq] = ids.dims();
         cache.check_ragged(batch, seq, tokens)?;
-        let Some(packing) = padding(&ids, tokens).filter(|_| packs(cache, &ids.device())) else {
+        let packing = packs(cache, &ids.device()).then(|| padding(&ids, tokens)).flatten();
+        let Some(packing) = packing else {
             return self.logits(ids, Pass::Ragged { cache, tokens, packing: None });
         };
         let pass = Pass::Ragged { cache, tokens, packing: Some(&packing) };
@@ -288,10 +289,11 @@ impl LanguageModel {
     }
 }
 
-/// Returns the places of the tokens among `ids` `[batch, seq]`; `None` without padding.
+/// Returns the places of the tokens among `ids` `[batch, seq]`; `None` without padding, and if all
+/// ids are padding.
 fn padding(ids: &Tensor<2, Int>, tokens: &[usize]) -> Option<Packing> {
-    let seq = ids.dims()[1];
-    tokens.iter().any(|&n| n < seq).then(|| Packing::new(tokens, seq, &ids.device()))
+    let ([batch, seq], n) = (ids.dims(), tokens.iter().sum::<usize>());
+    (1..batch * seq).contains(&n).then(|| Packing::new(tokens, seq, &ids.device()))
 }
 
 /// Returns whether a pass over `cache` takes its tokens without padding. On a GPU each number of

@@ -318,6 +318,7 @@ impl<'a> Memory<'a> {
     /// bytes are the cache with these tokens, each once, as if all sequences were as long as the
     /// longest.
     fn attending(&self, seq: usize) -> EnteredSpan {
+        let seq = self.packing.map_or(seq, Packing::seq);
         let bytes = || match &self.stored {
             Stored::Kv(KvMemory::Cached(cache) | KvMemory::Ragged(cache, _)) => {
                 let most = cache.lens().iter().copied().max().unwrap_or(0);

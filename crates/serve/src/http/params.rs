@@ -214,7 +214,7 @@ impl Params {
         let asked = max_tokens.unwrap_or(1);
         if n.saturating_add(asked) > room {
             let message = match n > room {
-                // Its other tokens were not even encoded.
+                // Of a text, no more tokens were encoded.
                 true => {
                     format!("the prompt has more than {room} tokens, the context of this server")
                 }

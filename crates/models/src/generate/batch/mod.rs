@@ -272,10 +272,12 @@ impl<'a> Batch<'a> {
         let before = self.events.len();
         self.events.retain(|event| !matches!(event, Event::Token { text: it, .. } if *it == text));
         let unread = before - self.events.len();
-        self.totals.decode_tokens = self.totals.decode_tokens.saturating_sub(unread);
         if let Some(mut ended) = self.take_out(text) {
             ended.ids.truncate(ended.ids.len() - unread);
-            ended.decode_tokens = ended.decode_tokens.saturating_sub(unread);
+            // The first token of a text comes from its prefill.
+            let dropped = unread.min(ended.decode_tokens);
+            ended.decode_tokens -= dropped;
+            self.totals.decode_tokens -= dropped;
             self.events.push_back(ended.end(Stop::Callback));
             return true;
         }
@@ -287,7 +289,9 @@ impl<'a> Batch<'a> {
             {
                 let dropped = unread + usize::from(generated.stop == Stop::Eos);
                 generated.ids.truncate(generated.ids.len() - dropped);
-                generated.decode_tokens = generated.decode_tokens.saturating_sub(dropped);
+                let dropped = dropped.min(generated.decode_tokens);
+                generated.decode_tokens -= dropped;
+                self.totals.decode_tokens -= dropped;
                 generated.stop = Stop::Callback;
                 return true;
             }

@@ -32,7 +32,8 @@ pub enum Event {
         /// The generated text and statistics. Times include the steps of other texts.
         generated: Generated,
     },
-    /// No token could be picked for the text, for example because a logit is NaN. Its slot is free.
+    /// No token could be picked for the text, for example because a logit is NaN, or its draft
+    /// model has failed. Its slot is free.
     Failed {
         /// The number of the text.
         text: usize,

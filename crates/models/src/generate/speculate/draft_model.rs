@@ -102,7 +102,9 @@ impl Drafter for ModelDrafter {
         let (text, model) = (&self.lookup.text, &self.draft.model);
         let fits = || text.len() + most <= model.max_positions();
         let knows = || text.iter().all(|&id| (id as usize) < model.vocab_size());
-        if !found.is_empty() || self.rest > 0 || most == 0 || !fits() || !knows() {
+        // If even right guesses would not pay, as in a batch of many texts, the model need not run.
+        let may_pay = || pace.best(iter::repeat_n(1.0, most), self.draft.step) > 0;
+        if !found.is_empty() || self.rest > 0 || !may_pay() || !fits() || !knows() {
             self.guessed.clear();
             return Ok(found);
         }

@@ -153,7 +153,7 @@ fn some_rows<F: Groups, X: Multiplied>(
         }
         return;
     }
-    // Parts of almost equal size: each unpacks the weights again.
+    // As few parts as fit, because each unpacks the weights again.
     let part = n.div_ceil(n.div_ceil(ROWS));
     for (row, out) in out.chunks_exact_mut(n).enumerate() {
         for (x, out) in x.chunks(part * groups).zip(out.chunks_mut(part)) {
