@@ -17,7 +17,7 @@ use crate::common::{
 };
 
 const INT4: WeightFormat = WeightFormat::Int4(GroupSize::G32);
-const INT8: WeightFormat = WeightFormat::Int8(GroupSize::G32);
+pub(crate) const INT8: WeightFormat = WeightFormat::Int8(GroupSize::G32);
 const MXFP4: WeightFormat = WeightFormat::Mxfp4;
 
 /// Returns a tokenizer with two words; the second ends a text.
@@ -35,14 +35,14 @@ fn tokenizer() -> Tokenizer {
 }
 
 /// Formats of attention, MLPs and embedding.
-type Formats = [Option<WeightFormat>; 3];
+pub(crate) type Formats = [Option<WeightFormat>; 3];
 
-fn write(model: &LanguageModel, folder: &Path, formats: Formats, how: Quantize) {
+pub(crate) fn write(model: &LanguageModel, folder: &Path, formats: Formats, how: Quantize) {
     let options = QuantizeOptions::new(formats).with_quantize(how);
     save_quantized(folder, model, &tokenizer(), options).unwrap();
 }
 
-fn packed(path: &Path, activations: Activations) -> Loaded {
+pub(crate) fn packed(path: &Path, activations: Activations) -> Loaded {
     load_with(path, &device(), LoadOptions::default().with_packed(Some(activations))).unwrap()
 }
 

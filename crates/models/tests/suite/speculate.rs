@@ -7,6 +7,7 @@ use kv_models::{
     generate::Stop,
     ids_to_tensor,
     kv_cubecl::{KvCache, KvCacheConfig},
+    kv_weights::{Activations, Quantize},
     load,
 };
 use rand::{Rng, RngExt, SeedableRng, rngs::Xoshiro256PlusPlus};
@@ -18,6 +19,7 @@ use crate::{
         tiny,
     },
     prompt_cache::caches,
+    quantize,
 };
 
 const LEN: usize = 120;
@@ -254,13 +256,20 @@ fn a_text_ends_within_its_guesses() {
     assert_eq!((out.ids.as_slice(), out.stop, state.len()), (&all.ids[..11], Stop::Capacity, 50));
 }
 
-/// The guesses of the same model are mostly right, though its cache is in float, and those of
-/// another one leave the text as it is.
+/// The guesses of the same model in 8 bits are mostly right, though its cache is in float, and those
+/// of another one leave the text as it is. A model of the same size is not asked at all.
 #[test]
 fn a_draft_model_guesses() {
     let on = device();
     let model = load(tiny("llama-tiny"), &on).unwrap().model;
+    let folder = tempfile::tempdir().unwrap();
+    let small = |model: &LanguageModel, name: &str| {
+        let folder = folder.path().join(name);
+        quantize::write(model, &folder, [Some(quantize::INT8); 3], Quantize::default());
+        quantize::packed(&folder, Activations::Exact).model
+    };
     let other = load(tiny("qwen2-tiny"), &on).unwrap().model;
+    let [same, other] = [small(&model, "same"), small(&other, "other")];
     let plain = GenerateOptions { max_tokens: 60, ..Default::default() };
     let prompt = text(40, 2);
     let (expected, _) = run(&model, "k4v4-g8-r16", &prompt, &plain);
@@ -272,7 +281,8 @@ fn a_draft_model_guesses() {
     };
     let lookup = with(Speculate::Lookup);
     let drafts = |draft: &LanguageModel| Speculate::Model(DraftModel::new(draft.clone(), &model));
-    let same = with(drafts(&model));
+    assert_eq!(with(drafts(&model)), lookup);
+    let same = with(drafts(&same));
     assert!(same.right > lookup.right, "{same:?}, with lookup alone {lookup:?}");
     // A model whose guesses are wrong is not asked again for a while.
     let other = with(drafts(&other));
