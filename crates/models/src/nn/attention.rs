@@ -1,12 +1,12 @@
 //! Attention heads and the memory of their keys and values.
 
-use std::{collections::BTreeMap, fmt};
+use std::fmt;
 
 use burn::tensor::{DType, Int, Tensor};
 use kv_cubecl::{
     AttentionOptions, Drafted, KvMemory, RopeTable, SharedKv,
     delta::DeltaMemory,
-    sparse::{Entries, Selection, SparseCache, SparseConfig, SparseMemory, SparseTrace},
+    sparse::{SparseCache, SparseConfig, SparseMemory, SparseTrace},
 };
 use tracing::{span::EnteredSpan, trace_span};
 
@@ -147,45 +147,6 @@ impl<'a> Stored<'a> {
 
     fn applies_rope(&self) -> bool {
         matches!(self, Self::Kv(kv) if kv.applies_rope())
-    }
-}
-
-/// The entries and selections that the layers of one pass have computed, by layer. Later layers may
-/// attend to them.
-#[derive(Debug, Default)]
-pub struct SparseStates {
-    entries: BTreeMap<usize, Entries>,
-    selections: BTreeMap<usize, Selection>,
-}
-
-impl SparseStates {
-    /// Keeps the entries that layer `owner` has computed.
-    pub fn insert_entries(&mut self, owner: usize, entries: Entries) {
-        self.entries.insert(owner, entries);
-    }
-
-    /// Keeps the selection that layer `owner` has computed.
-    pub fn insert_selection(&mut self, owner: usize, selection: Selection) {
-        self.selections.insert(owner, selection);
-    }
-
-    /// Returns the entries of layer `owner`.
-    ///
-    /// # Errors
-    /// Returns [`Error::Argument`] if the layer has computed none in this pass.
-    pub fn entries(&self, owner: usize) -> Result<&Entries> {
-        let rule = "must be a layer with entries, the layer itself or an earlier one";
-        self.entries.get(&owner).ok_or_else(|| Error::argument("owner of entries", owner, rule))
-    }
-
-    /// Returns the selection of layer `owner`.
-    ///
-    /// # Errors
-    /// Returns [`Error::Argument`] if the layer has computed none in this pass.
-    pub fn selection(&self, owner: usize) -> Result<&Selection> {
-        let rule = "must be a layer with an indexer, the layer itself or an earlier one";
-        let found = self.selections.get(&owner);
-        found.ok_or_else(|| Error::argument("owner of the selection", owner, rule))
     }
 }
 

@@ -19,9 +19,10 @@ mod rms;
 mod rope;
 mod routed;
 mod rows;
+mod sparse_states;
 
 pub(crate) use attention::SparsePlace;
-pub use attention::{AttentionObserver, AttentionTrace, KvTrace, Memory, SparseStates, TraceKind};
+pub use attention::{AttentionObserver, AttentionTrace, KvTrace, Memory, TraceKind};
 pub use expert_stack::{ExpertStack, ExpertStacks};
 pub use linear::{Embedding, Linear};
 pub use matrix::Matrix;
@@ -35,3 +36,4 @@ pub(crate) use rope::yarn_gain;
 pub use rope::{Rope, RopeRows, RopeScaling};
 pub use routed::Routed;
 pub use rows::by_rows;
+pub use sparse_states::SparseStates;

@@ -25,6 +25,11 @@ impl Pick for FailsAt {
     }
 }
 
+fn push(batch: &mut Batch<'_>, prompt: Vec<u32>, max_tokens: usize, pick: FailsAt) {
+    let (eos, salt, pick) = (Default::default(), None, Box::new(pick));
+    batch.push_text(BatchText { prompt, max_tokens, eos, salt, pick }).unwrap();
+}
+
 /// A text whose token cannot be picked ends alone, at its first token or later, and frees its slot.
 #[test]
 fn texts_fail_alone() {
@@ -34,9 +39,7 @@ fn texts_fail_alone() {
     let mut batch = Batch::new(&model, &mut cache, Default::default(), &device).unwrap();
     let fails = [9, 0, 3, 5];
     for (i, fails) in fails.into_iter().enumerate() {
-        let (prompt, pick) = (text(&model, i, 9), Box::new(FailsAt(fails)));
-        let (max_tokens, eos, salt) = (6, Default::default(), None);
-        batch.push_text(BatchText { prompt, max_tokens, eos, salt, pick }).unwrap();
+        push(&mut batch, text(&model, i, 9), 6, FailsAt(fails));
     }
     let (mut tokens, mut ended) = ([0; 4], [None; 4]);
     while let Some(event) = batch.next_event().unwrap() {
@@ -85,14 +88,9 @@ fn short_texts_do_not_stop_the_others() {
     let model = load(tiny("llama-tiny"), &device).unwrap().model;
     let mut cache = cache(&model, "k4v4-g16-r16", 4, &device);
     let mut batch = Batch::new(&model, &mut cache, Default::default(), &device).unwrap();
-    let add = |batch: &mut Batch<'_>, i, max_tokens| {
-        let (prompt, pick) = (text(&model, i, 5), Box::new(FailsAt(usize::MAX)));
-        let (eos, salt) = (Default::default(), None);
-        batch.push_text(BatchText { prompt, max_tokens, eos, salt, pick }).unwrap();
-    };
-    add(&mut batch, 0, 60);
+    push(&mut batch, text(&model, 0, 5), 60, FailsAt(usize::MAX));
     for i in 1..=12 {
-        add(&mut batch, i, i % 2);
+        push(&mut batch, text(&model, i, 5), i % 2, FailsAt(usize::MAX));
     }
     let (mut tokens, mut ended) = (0, 0);
     while let Some(event) = batch.next_event().unwrap() {

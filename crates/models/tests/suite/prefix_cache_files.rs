@@ -136,7 +136,7 @@ fn remove_block_tokens(path: &Path) {
     assert_contains(&header, &[field]);
     let header = header.replace(field, &" ".repeat(field.len()));
     let fields: serde_json::Value = serde_json::from_str(&header).unwrap();
-    // The first checksum is that of the header.
+    // The first checksum belongs to the header.
     let at = end + fields["checksums"]["data_offsets"][0].as_u64().unwrap() as usize;
     bytes[8..end].copy_from_slice(header.as_bytes());
     bytes[at..at + 4].copy_from_slice(&crc32fast::hash(header.as_bytes()).to_le_bytes());

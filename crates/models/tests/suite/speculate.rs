@@ -256,8 +256,8 @@ fn a_text_ends_within_its_guesses() {
     assert_eq!((out.ids.as_slice(), out.stop, state.len()), (&all.ids[..11], Stop::Capacity, 50));
 }
 
-/// The guesses of the same model in 8 bits are mostly right, though its cache is in float, and those
-/// of another one leave the text as it is. A model of the same size is not asked at all.
+/// A model's own weights in 8 bits mostly guess right, though their cache is in float. Wrong
+/// guesses of another model leave the text as it is. A model of the same size is not asked at all.
 #[test]
 fn a_draft_model_guesses() {
     let on = device();

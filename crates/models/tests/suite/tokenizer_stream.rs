@@ -30,7 +30,7 @@ fn tokenizer(tokens: impl IntoIterator<Item = String>, decoder: &Value) -> Token
 /// Words of [`sentencepiece`], after its bytes.
 const WORDS: [&str; 8] = ["▁", "▁the", "the", "▁a", "b", "é", ".", "▁▁"];
 
-/// Returns a tokenizer as those of Llama 2, which removes the space at the start of a text.
+/// Returns a tokenizer like Llama 2's, which removes the space at the start of a text.
 fn sentencepiece() -> Tokenizer {
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
     let words = WORDS.map(String::from);

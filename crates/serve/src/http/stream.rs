@@ -92,8 +92,8 @@ impl Envelope {
 
 /// The events that wait for a slow client.
 const AHEAD: usize = 16;
-/// The most tokens whose log-probabilities are rendered beside other requests. More of them, such
-/// as those of a prompt, would delay the requests on the same thread.
+/// The most tokens whose log-probabilities are rendered beside other requests. More, such as a
+/// whole prompt's, would delay the requests on the same thread.
 const RENDERED: usize = 16;
 
 /// Returns a response that sends an event for each of the choices that `render` makes of a piece.
