@@ -3,6 +3,7 @@
 
 mod backend;
 mod caches;
+mod devices;
 mod hub;
 mod loading;
 mod memory;
@@ -18,6 +19,7 @@ mod threads;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use caches::cache_help;
+pub use devices::{DeviceArgs, DeviceList};
 pub use hub::{ModelSource, hub_folder, name_of};
 pub use kv_cubecl;
 pub use loading::{MemoryBudget, MemoryRequest};

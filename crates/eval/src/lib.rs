@@ -6,6 +6,7 @@
 
 pub mod bench;
 mod continuation;
+mod devices;
 mod error;
 mod files;
 mod ids;
@@ -27,6 +28,7 @@ mod versions;
 pub mod world;
 
 pub use continuation::{ContinuationPlan, Continuations, continuations};
+pub use devices::{Devices, thread_pools};
 pub use error::{Error, Result};
 pub use index::{IndexRecall, KeyFormat, RecallCell, index_recall};
 pub use layers::layer_errors;

@@ -11,7 +11,7 @@ use kv_models::{
 use tracing::trace_span;
 
 use crate::{
-    Error, Mode, Plan, PositionKl, PositionNll, Result, Run,
+    Devices, Error, Mode, Plan, PositionKl, PositionNll, Result, Run,
     plan::Span,
     score::{
         Divergence, bootstrap_interval, divergence, mean_and_block_stderr, mean_and_stderr,
@@ -54,62 +54,105 @@ impl Tally {
     fn new(config: ModelCacheConfig) -> Self {
         Self { config, nll: vec![], divergence: vec![], seconds: 0.0, cache_bytes: 0 }
     }
+
+    /// Adds the next eval window.
+    fn add(&mut self, window: Self) {
+        self.nll.extend(window.nll);
+        self.divergence.extend(window.divergence);
+        self.seconds += window.seconds;
+        self.cache_bytes = window.cache_bytes;
+    }
 }
 
-/// Evaluates every cache of `plan` and reports to `progress`.
+/// An event of an eval window.
+enum Event {
+    /// Tokens that the current cache has scored so far.
+    Tokens(usize),
+    /// The results of the cache with this index.
+    Cache(usize, Tally),
+}
+
+/// Evaluates every cache of `plan` on one or several devices, and reports to `progress`.
 ///
 /// # Errors
 /// [`Error::NonFinite`] naming the token when a loss is NaN or infinite, and the model's and the
 /// cache's errors.
-pub fn evaluate<T: Target>(
-    device: &On<T>,
+pub fn evaluate<'a, T: Target>(
+    devices: impl Into<Devices<'a, T>>,
     model: &LanguageModel,
     plan: &Plan,
     mut progress: impl FnMut(Progress<'_>),
 ) -> Result<Vec<Run>> {
-    warm_up(device, model, plan)?;
     let mut tallies: Vec<Tally> = plan.caches().iter().cloned().map(Tally::new).collect();
     let mut perplexities: Vec<(String, f64)> = Vec::new();
     let mut done = 0;
-    for (window, span) in plan.spans().enumerate() {
-        let (n, mode) = (window + 1, plan.mode());
-        let (ids, context) = plan.input(&span);
-        let scored = span.scored;
-        // Final hidden states of the float run. Its logits are computed again a few rows at a time,
-        // because all of them may not fit into memory.
-        let mut float_hidden: Option<Tensor<2>> = None;
-        for (i, tally) in tallies.iter_mut().enumerate() {
-            let mut report = |tokens| {
+    let spans: Vec<Span> = plan.spans().collect();
+    let receive = |event| {
+        match event {
+            Event::Tokens(tokens) => {
                 progress(Progress { done: done + tokens, perplexities: &perplexities });
-            };
-            let phase = trace_span!(target: PHASE, "window", n, cache = %tally.config);
-            let hidden =
-                phase.in_scope(|| pass(device, model, mode, tally, &ids, context, &mut report))?;
-            let start = tally.nll.len() - scored.len();
-            if let Some(at) = tally.nll[start..].iter().position(|nll| !nll.is_finite()) {
-                let value = tally.nll[start + at];
-                let cache = tally.config.to_string();
-                return Err(Error::NonFinite { cache, token: scored.start + at, value });
             }
-            match &float_hidden {
-                Some(float) => diverge(model, tally, float, &hidden)?,
-                None => {
-                    let none = Divergence { kl: 0.0, same_top: true };
-                    tally.divergence.extend(core::iter::repeat_n(none, scored.len()));
+            Event::Cache(i, window) => {
+                done += window.nll.len();
+                tallies[i].add(window);
+                let perplexity = mean_and_stderr(&tallies[i].nll).0.exp();
+                match perplexities.get_mut(i) {
+                    Some(of_cache) => of_cache.1 = perplexity,
+                    None => perplexities.push((tallies[i].config.to_string(), perplexity)),
                 }
+                progress(Progress { done, perplexities: &perplexities });
             }
-            float_hidden.get_or_insert(hidden);
-            done += scored.len();
-            let perplexity = mean_and_stderr(&tally.nll).0.exp();
-            match perplexities.get_mut(i) {
-                Some(of_cache) => of_cache.1 = perplexity,
-                None => perplexities.push((tally.config.to_string(), perplexity)),
-            }
-            progress(Progress { done, perplexities: &perplexities });
         }
-    }
+        Ok(())
+    };
+    let devices = devices.into();
+    devices.share_out(
+        model,
+        spans.len(),
+        |device, model| warm_up(device, model, plan),
+        |device, model, i, send| window(device, model, plan, (i + 1, &spans[i]), send),
+        receive,
+    )?;
+    let at_work = devices.at_work(spans.len()) as f64;
+    tallies.iter_mut().for_each(|tally| tally.seconds /= at_work);
     let float = tallies.first().map(|tally| tally.nll.clone()).unwrap_or_default();
     tallies.into_iter().map(|tally| finish(model, plan, tally, &float)).collect()
+}
+
+/// Evaluates every cache on the `n`-th eval window.
+fn window<T: Target>(
+    device: &On<T>,
+    model: &LanguageModel,
+    plan: &Plan,
+    (n, span): (usize, &Span),
+    send: &mut dyn FnMut(Event),
+) -> Result<()> {
+    let (ids, context) = plan.input(span);
+    // Final hidden states of the float run. Its logits are computed again a few rows at a time,
+    // because all of them may not fit into memory.
+    let mut float_hidden: Option<Tensor<2>> = None;
+    for (i, config) in plan.caches().iter().enumerate() {
+        let mut tally = Tally::new(config.clone());
+        let mut report = |tokens| send(Event::Tokens(tokens));
+        let phase = trace_span!(target: PHASE, "window", n, cache = %config);
+        let hidden = phase.in_scope(|| {
+            pass(device, model, plan.mode(), &mut tally, &ids, context, &mut report)
+        })?;
+        if let Some(at) = tally.nll.iter().position(|nll| !nll.is_finite()) {
+            let (cache, value) = (config.to_string(), tally.nll[at]);
+            return Err(Error::NonFinite { cache, token: span.scored.start + at, value });
+        }
+        match &float_hidden {
+            Some(float) => diverge(model, &mut tally, float, &hidden)?,
+            None => {
+                let none = Divergence { kl: 0.0, same_top: true };
+                tally.divergence = vec![none; span.scored.len()];
+            }
+        }
+        float_hidden.get_or_insert(hidden);
+        send(Event::Cache(i, tally));
+    }
+    Ok(())
 }
 
 /// Processes the first tokens with every cache and drops the results.

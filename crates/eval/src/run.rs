@@ -90,7 +90,8 @@ pub struct Run {
     pub same_top: f64,
     /// Tokens scored.
     pub tokens: usize,
-    /// Seconds in the model and its head; computing the divergence is not counted.
+    /// Seconds in the model and its head, of several devices their mean; computing the divergence
+    /// is not counted.
     pub seconds: f64,
     /// Bytes that the cache of one window allocates in all layers.
     pub cache_bytes: usize,

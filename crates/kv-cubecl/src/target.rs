@@ -36,6 +36,12 @@ pub trait Target: Copy + fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`Error::NoDevice`] when this machine has none.
     fn open() -> Result<Device>;
+
+    /// Returns all devices of this target by index. The CPU is one device.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] when this machine has none.
+    fn devices() -> Result<Vec<Device>>;
 }
 
 /// Burn's CPU backend.
@@ -54,6 +60,10 @@ impl Target for Flex {
 
     fn open() -> Result<Device> {
         Ok(Device::flex())
+    }
+
+    fn devices() -> Result<Vec<Device>> {
+        Ok(vec![Device::flex()])
     }
 }
 
@@ -82,6 +92,12 @@ impl Target for Wgpu {
                 let why = format!("{why}; is a Vulkan, Metal or DirectX 12 driver installed?");
                 Error::NoDevice { target: Self::NAME, why }
             })
+    }
+
+    fn devices() -> Result<Vec<Device>> {
+        Self::open()?;
+        let devices = Device::enumerate(burn::tensor::DeviceType::Wgpu);
+        Ok(devices.into_iter().filter(Self::hosts).collect())
     }
 }
 
@@ -116,6 +132,11 @@ impl Target for Cuda {
         .unwrap_or_else(|_| Err("the CUDA driver could not be started".to_string()))
         .map_err(no_device)
     }
+
+    fn devices() -> Result<Vec<Device>> {
+        Self::open()?;
+        Ok(Device::enumerate(burn::tensor::DeviceType::Cuda).into_iter().collect())
+    }
 }
 
 /// Automatic differentiation over another target.
@@ -137,6 +158,10 @@ where
 
     fn open() -> Result<Device> {
         T::open().map(Device::autodiff)
+    }
+
+    fn devices() -> Result<Vec<Device>> {
+        Ok(T::devices()?.into_iter().map(Device::autodiff).collect())
     }
 }
 

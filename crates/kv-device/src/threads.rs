@@ -6,6 +6,7 @@
 //! of the pool.
 
 use core::{
+    cell::Cell,
     hint, iter,
     panic::AssertUnwindSafe,
     sync::atomic::{AtomicUsize, Ordering},
@@ -17,6 +18,9 @@ use std::{
     thread,
     time::Instant,
 };
+
+use burn::{backend::DispatchDevice, tensor::Device};
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 /// Time for which an idle thread stays awake, longer than that between two operations of a step.
 const AWAKE: Duration = Duration::from_micros(200);
@@ -65,15 +69,56 @@ pub fn in_parts_with<S: Send, T: Send>(
             work_with(&mut scratch);
         }
     };
-    TEAM.share(&help, helpers, || work_with(&mut own));
+    TEAM.get().share(&help, helpers, || work_with(&mut own));
 }
 
-static TEAM: Team = Team {
-    job: Mutex::new(None),
-    jobs: AtomicUsize::new(0),
-    running: AtomicUsize::new(0),
-    awake: AtomicUsize::new(0),
-};
+/// Returns a pool of threads for each device of the CPU if there are several devices, so that they
+/// work at the same time: the threads of the current pool are shared out among them, and each gets
+/// at least one. `None` means the current pool.
+///
+/// # Errors
+/// Threads that cannot be started.
+pub fn pools(devices: &[Device]) -> Result<Vec<Option<ThreadPool>>, ThreadPoolBuildError> {
+    let on_cpu = |device: &Device| {
+        matches!(device.clone().without_autodiff().as_dispatch(), DispatchDevice::Flex(_))
+    };
+    let sharing = devices.iter().filter(|device| on_cpu(device)).count();
+    if devices.len() < 2 || sharing == 0 {
+        return Ok(devices.iter().map(|_| None).collect());
+    }
+    let all = rayon::current_num_threads();
+    let own = |device| on_cpu(device).then(|| pool((all / sharing).max(1), all)).transpose();
+    devices.iter().map(own).collect()
+}
+
+/// Creates a pool of `threads` of `all`, which help each other with [parts](in_parts), and no other
+/// threads.
+fn pool(threads: usize, all: usize) -> Result<ThreadPool, ThreadPoolBuildError> {
+    // Threads that are awake may still use it when the pool is dropped.
+    let team: &'static Team = Box::leak(Box::new(Team::new()));
+    let start = move |_| {
+        TEAM.set(team);
+        ALL_THREADS.set(Some(all));
+    };
+    ThreadPoolBuilder::new().num_threads(threads).start_handler(start).build()
+}
+
+/// Returns the number of threads by which to split a sum: that of all [pools] together, so that
+/// results do not depend on the number of devices.
+pub fn all_threads() -> usize {
+    ALL_THREADS.get().unwrap_or_else(rayon::current_num_threads)
+}
+
+/// The team of the threads that are in no [pool].
+static SHARED: Team = Team::new();
+
+thread_local! {
+    /// The team of the current thread.
+    static TEAM: Cell<&'static Team> = Cell::new(&SHARED);
+
+    /// The threads of all pools together, in a pool of several.
+    static ALL_THREADS: Cell<Option<usize>> = const { Cell::new(None) };
+}
 
 /// Threads that help each other.
 struct Team {
@@ -95,6 +140,15 @@ struct Job(*const (dyn Fn() + Sync));
 unsafe impl Send for Job {}
 
 impl Team {
+    const fn new() -> Self {
+        Self {
+            job: Mutex::new(None),
+            jobs: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            awake: AtomicUsize::new(0),
+        }
+    }
+
     /// Calls `own` on this thread and `help` on helpers, and returns when all calls have returned.
     fn share(&'static self, help: &(dyn Fn() + Sync), helpers: usize, own: impl FnOnce()) {
         let mut job = lock(&self.job);
@@ -238,6 +292,42 @@ mod tests {
                 assert_eq!(scratch.iter().sum::<usize>(), n, "{threads} threads");
             }
         }
+    }
+
+    /// While one pool runs parts, another one does not have to work alone.
+    #[test]
+    fn pools_work_in_parallel_at_the_same_time() {
+        let work = |threads: usize| {
+            let seen = Mutex::new(std::collections::BTreeSet::new());
+            pool(threads, 7).unwrap().install(|| {
+                assert_eq!(all_threads(), 7);
+                in_parts(0..40, true, |_| {
+                    lock(&seen).insert(rayon::current_thread_index());
+                    thread::sleep(Duration::from_millis(2));
+                });
+            });
+            seen.into_inner().unwrap()
+        };
+        thread::scope(|scope| {
+            let pools: Vec<_> = (0..2).map(|_| scope.spawn(|| work(3))).collect();
+            for pool in pools {
+                assert_eq!(pool.join().unwrap(), [Some(0), Some(1), Some(2)].into());
+            }
+        });
+        assert_eq!(work(1), [Some(0)].into());
+    }
+
+    #[test]
+    fn devices_of_the_cpu_share_out_its_threads() {
+        let threads = rayon::current_num_threads();
+        for n in [2, 3, 2 * threads] {
+            let pools = pools(&vec![Device::flex(); n]).unwrap();
+            assert_eq!(pools.len(), n);
+            for pool in pools {
+                assert_eq!(pool.unwrap().current_num_threads(), (threads / n).max(1));
+            }
+        }
+        assert!(matches!(pools(&[Device::flex()]).unwrap()[..], [None]));
     }
 
     /// The panic of a helper reaches the caller, and later calls have helpers again.

@@ -48,15 +48,15 @@ impl Stepper {
         let vocab = model.vocab_size() as u64;
         let Setup { prepared, teacher, autodiff } = set_up(device, model, config)?;
         let recorder = Mutex::new(Recorder::default());
-        let task = Arc::new(Task { config: config.clone(), teacher, n_devices: 1, recorder });
+        let task = Arc::new(Task { config: config.clone(), recorder });
         let ids = |offset: usize| -> Tensor<2, Int> {
             let shape = [config.batch, config.seq_len];
             let id = |i: usize| ((i + offset) as u64 * 2_654_435_761 % vocab) as i32;
             let ids: Vec<i32> = (0..shape[0] * shape[1]).map(id).collect();
             Tensor::from_data(TensorData::new(ids, shape), &autodiff)
         };
-        let batch = Batch { inputs: ids(0), targets: ids(1), position: 0, number: 0 };
-        let trainee = Trainee { prepared, task };
+        let batch = Batch { inputs: ids(0), targets: ids(1), position: 0, epoch: 0 };
+        let trainee = Trainee { prepared, teacher, task };
         let (optimizer, lr) = (optimizer(config, &trainee), config.schedule.lr);
         Ok(Self { trainee, optimizer, lr, batch })
     }
@@ -66,7 +66,7 @@ impl Stepper {
     /// # Errors
     /// An error of the model, or [`Error::Stopped`] if the loss is not finite.
     pub fn step(&mut self) -> Result<f64> {
-        let (sums, grads) = self.trainee.train_batch(self.batch.clone())?;
+        let (sums, grads) = self.trainee.gradients(self.batch.clone())?;
         let trainee = self.trainee.clone();
         self.trainee = TrainStep::optimize(trainee, &mut self.optimizer, self.lr.into(), grads);
         let objective = self.trainee.task.config.objective;

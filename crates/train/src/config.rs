@@ -198,8 +198,12 @@ pub struct TrainConfig {
     pub seq_len: usize,
     /// Sequences per batch.
     pub batch: usize,
-    /// Batches per optimizer step, whose gradients are averaged.
+    /// Batches per optimizer step and device, whose gradients are averaged.
     pub accumulation: usize,
+    /// Number of devices for which the run was planned: an optimizer step has `batch * accumulation
+    /// * devices` sequences, on whatever devices it is computed.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub devices: usize,
     /// Optimizer steps in all.
     pub steps: usize,
     /// Optimizer steps between validations and checkpoints, called an epoch in the dashboard. The
@@ -226,6 +230,15 @@ pub struct TrainConfig {
     pub gradient_checkpointing: bool,
 }
 
+fn one() -> usize {
+    1
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_one(n: &usize) -> bool {
+    *n == 1
+}
+
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
@@ -237,6 +250,7 @@ impl Default for TrainConfig {
             seq_len: 1024,
             batch: 2,
             accumulation: 1,
+            devices: 1,
             steps: 100,
             steps_per_epoch: 25,
             schedule: Schedule { lr: 2e-5, min_lr: 0.0, warmup: 5 },
@@ -262,6 +276,7 @@ impl TrainConfig {
             ("seq-len", self.seq_len),
             ("batch", self.batch),
             ("accumulation", self.accumulation),
+            ("devices", self.devices),
             ("steps", self.steps),
             ("steps-per-epoch", self.steps_per_epoch),
             ("valid-windows", self.valid_windows),
@@ -314,11 +329,11 @@ impl TrainConfig {
             let rule = format!("times seq-len {} must be below 2^32 tokens", self.seq_len);
             return Err(Error::setting("batch", self.batch, rule));
         }
-        if !below(1 << 53, &[self.batch, self.accumulation]) {
+        if !below(1 << 53, &[self.batch, self.accumulation, self.devices]) {
             let rule = format!("times batch {} must be below 2^53 sequences", self.batch);
             return Err(Error::setting("accumulation", self.accumulation, rule));
         }
-        if !below(1 << 53, &[self.batch, self.accumulation, self.steps]) {
+        if !below(1 << 53, &[self.batch, self.accumulation, self.devices, self.steps]) {
             let rule = format!(
                 "times batch {} and accumulation {} must be below 2^53 sequences",
                 self.batch, self.accumulation
@@ -343,6 +358,11 @@ impl TrainConfig {
             }
             false => Ok(()),
         }
+    }
+
+    /// Returns the number of sequences whose gradients are averaged in an optimizer step.
+    pub fn sequences_per_step(&self) -> usize {
+        self.batch * self.accumulation * self.devices
     }
 
     pub(crate) fn epochs(&self) -> usize {

@@ -9,25 +9,28 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use burn::{
-    data::dataloader::{Progress, split::split_dataloader},
-    module::Module,
-    tensor::Device,
-};
-use burn_optim::{GradientsAccumulator, GradientsParams};
+use burn::{data::dataloader::Progress, module::Module, tensor::Device};
+use burn_optim::GradientsParams;
 use burn_train::{
     EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
     LearningCheckpointer, LearningResult, SupervisedLearningStrategy,
-    SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainingComponents, TrainingItem,
-    ValidLoader, metric::store::EventStoreClient, train::MultiDevicesTrainStep,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingItem, ValidLoader,
+    metric::store::EventStoreClient,
 };
 
-use crate::{Measured, TrainConfig, Trainee, data::Batch, setup::check_finite, step::Task};
+use crate::{
+    Measured, Strategy, TrainConfig, Trainee,
+    data::Batch,
+    setup::check_finite,
+    step::{BatchLoss, Task},
+    workers::Workers,
+};
 
 /// Trains from optimizer step `done` to the last, or until it is asked to stop. One epoch of its
 /// data loaders is one optimizer step, so that a run can resume after any step.
 pub(crate) struct Fit {
     pub(crate) devices: Vec<Device>,
+    pub(crate) strategy: Strategy,
     pub(crate) task: Arc<Task>,
     /// Optimizer steps made before this starts; 0 in a new run.
     pub(crate) done: usize,
@@ -42,11 +45,8 @@ struct TrainState {
     checkpointer: Option<LearningCheckpointer<Trainee>>,
     interrupter: Interrupter,
     event_store: Arc<EventStoreClient>,
-    /// One loader per device.
-    train_loaders: Vec<TrainLoader<Trainee>>,
     valid_loader: ValidLoader<Trainee>,
-    /// Computes a step on several devices; `None` with a single one.
-    workers: Option<MultiDevicesTrainStep<Trainee>>,
+    workers: Workers,
     /// Optimizer steps before the last checkpoint.
     saved: Option<usize>,
 }
@@ -93,16 +93,21 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         } = components;
         let main = &self.devices[0];
         learner.fork(main);
-        let several = self.devices.len() > 1;
+        let workers = match Workers::new(&self.devices, self.strategy, &train) {
+            Ok(workers) => workers,
+            Err(error) => {
+                self.task.fail_by(error);
+                return (learner.model(), event_processor);
+            }
+        };
         let mut state = TrainState {
             learner,
             processor: event_processor,
             checkpointer,
             interrupter,
             event_store,
-            train_loaders: split_dataloader(train, &self.devices),
             valid_loader: valid.to_device(&main.clone().inner()),
-            workers: several.then(|| MultiDevicesTrainStep::new(&self.devices)),
+            workers,
             saved: None,
         };
 
@@ -142,8 +147,11 @@ impl Fit {
 
     /// Returns whether the run was asked to stop or failed.
     fn stops(&self, state: &TrainState) -> bool {
-        let asked = self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed));
-        asked || state.interrupter.should_stop()
+        self.asked() || state.interrupter.should_stop()
+    }
+
+    fn asked(&self) -> bool {
+        self.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
     fn failed(&self, state: &TrainState) -> bool {
@@ -159,7 +167,7 @@ impl Fit {
     /// or was asked to stop.
     fn step(&self, state: &mut TrainState, step: usize) -> bool {
         let config = self.config();
-        let per_step = config.batch * config.accumulation * self.devices.len();
+        let per_step = config.sequences_per_step();
         let first = (self.epoch_after(step) - 1) * config.steps_per_epoch;
         let steps = config.steps_per_epoch.min(config.steps - first);
         let epoch = self.epoch_after(step);
@@ -177,7 +185,7 @@ impl Fit {
 
         let n_items = items.len();
         for (i, item) in items.into_iter().enumerate() {
-            let done = (step - first) * per_step + (i + 1) * config.batch;
+            let done = (step - first) * per_step + (i + 1) * per_step / n_items;
             let progress = Progress::new(done, steps * per_step, Some("items".into()));
             let iteration = (step - first) * n_items + i + 1;
             let lr = state.learner.lr_current();
@@ -192,44 +200,21 @@ impl Fit {
 
     /// Adds up the gradients of one optimizer step; `None` if the run failed or was asked to stop.
     fn gradients(&self, state: &mut TrainState) -> Option<(GradientsParams, Vec<Measured>)> {
-        let config = self.config();
-        let mut items = Vec::new();
-        let mut accumulator = GradientsAccumulator::new();
-        let loaders = state.train_loaders.clone();
-        let mut batches: Vec<_> = loaders.iter().map(|loader| loader.iter()).collect();
-        for _ in 0..config.accumulation {
-            let outputs = match &state.workers {
-                Some(workers) => match workers.step(&mut batches, &state.learner.model()) {
-                    Ok((outputs, _)) => outputs.into_iter().map(|done| done.output).collect(),
-                    Err(error) => {
-                        state.interrupter.fail(error);
-                        Vec::new()
-                    }
-                },
-                None => match batches[0].next() {
-                    Some(Ok(batch)) => vec![state.learner.train_step(batch)],
-                    Some(Err(error)) => {
-                        state.interrupter.fail(error);
-                        Vec::new()
-                    }
-                    None => Vec::new(),
-                },
-            };
-            for TrainOutput { grads, item } in outputs {
-                let model = state.learner.model();
-                accumulator.accumulate(&model, grads.to_device(&self.devices[0], &model));
-                items.push(item);
-            }
-            if self.failed(state) {
+        let TrainState { learner, workers, interrupter, .. } = state;
+        let stop = || self.asked() || interrupter.should_stop();
+        let mut measured = Vec::new();
+        let mut record = |loss: &BatchLoss| {
+            self.task.lock().step(&loss.record);
+            measured.push(loss.measured());
+        };
+        let gradients = match workers.step(&learner.model(), &stop, &mut record) {
+            Ok(gradients) => gradients?,
+            Err(error) => {
+                self.task.fail_by(error);
                 return None;
             }
-            // If the stop comes before the last batch of the step, a resumed run computes the whole
-            // step again.
-            if items.len() < config.accumulation * self.devices.len() && self.stops(state) {
-                return None;
-            }
-        }
-        Some((accumulator.grads(), items))
+        };
+        (!self.failed(state)).then_some((gradients, measured))
     }
 
     /// Validates, unless the history has the validation already, and saves a checkpoint. Returns

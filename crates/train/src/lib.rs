@@ -40,6 +40,7 @@ mod report;
 mod setup;
 mod step;
 mod train;
+mod workers;
 mod world;
 
 pub use checkpoint::Checkpoints;
@@ -54,6 +55,7 @@ pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;
 pub use step::Trainee;
 pub use train::{Run, Texts, Trained, checkpointed, train};
+pub use workers::Strategy;
 pub use world::{
     WorldConfig, WorldHistory, WorldRun, WorldStep, WorldValid, checkpointed_world, train_world,
     world_config,

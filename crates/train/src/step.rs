@@ -16,7 +16,7 @@ use kv_models::{LanguageModel, kv_cubecl::KvCacheConfig};
 use rayon::prelude::*;
 
 use crate::{
-    Prepared, QatConfig, Result, StepRecord, TrainConfig,
+    Error, Prepared, QatConfig, Result, StepRecord, TrainConfig,
     data::Batch,
     history::{GroupShares, Recorder},
     index_losses::IndexLosses,
@@ -29,6 +29,9 @@ use crate::{
 pub struct Trainee {
     /// The model.
     pub prepared: Prepared,
+    /// The untrained model, if the objective needs it, on the same device without autodiff.
+    #[module(skip)]
+    pub(crate) teacher: Option<LanguageModel>,
     #[module(skip)]
     pub(crate) task: Arc<Task>,
 }
@@ -37,11 +40,28 @@ pub struct Trainee {
 #[derive(Debug)]
 pub(crate) struct Task {
     pub(crate) config: TrainConfig,
-    /// The untrained model, on a device without autodiff.
-    pub(crate) teacher: Option<LanguageModel>,
-    /// Number of devices that share each optimizer step; their gradients are summed.
-    pub(crate) n_devices: usize,
     pub(crate) recorder: Mutex<Recorder>,
+}
+
+/// A batch after its backward pass.
+pub(crate) struct TrainedBatch {
+    /// Gradients of the mean loss over all tokens of the optimizer step.
+    pub(crate) gradients: GradientsParams,
+    pub(crate) loss: BatchLoss,
+}
+
+/// The loss of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BatchLoss {
+    pub(crate) record: StepRecord,
+    pub(crate) sequences: usize,
+    tokens: usize,
+}
+
+impl BatchLoss {
+    pub(crate) fn measured(&self) -> Measured {
+        Measured::train(&self.record, self.tokens)
+    }
 }
 
 /// The position of a sequence in its run.
@@ -79,15 +99,47 @@ fn head(model: &LanguageModel, hidden: Tensor<3>) -> Head {
 }
 
 impl Trainee {
-    /// Runs forward and backward of a batch. Returns loss sums, and the gradient of the mean loss
-    /// over all tokens of the optimizer step.
-    pub(crate) fn train_batch(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
+    /// Copies everything to another device.
+    pub(crate) fn replica(self, device: &Device) -> Self {
+        let plain = device.clone().without_autodiff();
+        let teacher = self.teacher.clone().map(|teacher| teacher.to_device(&plain));
+        Self { teacher, ..self.fork(device) }
+    }
+
+    /// Runs forward and backward of a batch.
+    pub(crate) fn train_batch(&self, batch: Batch) -> Result<TrainedBatch> {
+        let start = Instant::now();
+        let (position, step) = (batch.position, batch.epoch);
+        let [sequences, _] = batch.inputs.dims();
+        let (sums, gradients) = self.gradients(batch)?;
+        let objective = self.task.config.objective;
+        let rows = sums.rows.max(1) as f64;
+        let record = StepRecord {
+            position,
+            step,
+            loss: objective.value(sums.nll, sums.kl) / rows,
+            nll: sums.nll / rows,
+            kl: objective.needs_teacher().then_some(sums.kl / rows),
+            index_loss: (sums.index != 0.0).then_some(sums.index / rows),
+            tokens_per_second: rows / start.elapsed().as_secs_f64(),
+        };
+        if !(record.loss.is_finite() && record.nll.is_finite()) {
+            let loss = record.loss;
+            let why = format!("the loss of step {step} is {loss}; try a lower learning rate");
+            return Err(Error::Stopped(why));
+        }
+        let loss = BatchLoss { record, sequences, tokens: sums.rows };
+        Ok(TrainedBatch { gradients, loss })
+    }
+
+    /// Returns loss sums of a batch, and the gradient of the mean loss over all tokens of the
+    /// optimizer step.
+    pub(crate) fn gradients(&self, batch: Batch) -> Result<(Sums, GradientsParams)> {
         let config = &self.task.config;
         let [sequences, seq] = batch.inputs.dims();
-        let per_step = seq * sequences * config.accumulation * self.task.n_devices;
-        let factor = 1.0 / per_step as f64;
+        let factor = 1.0 / (seq * config.sequences_per_step()) as f64;
         let device = batch.inputs.device();
-        let step = self.task.step_of(&batch);
+        let step = batch.epoch;
         let one = |trainee: &Self, index: usize| {
             let ids = |ids: &Tensor<2, Int>| ids.clone().narrow(0, index, 1);
             let at = RunPosition { position: batch.position + index as u64, step };
@@ -122,7 +174,7 @@ impl Trainee {
         at: RunPosition,
         factor: f64,
     ) -> Result<(Sums, GradientsParams)> {
-        let Task { config, teacher, .. } = &*self.task;
+        let config = &self.task.config;
         let model = &self.prepared.model;
         let plain = inputs.clone().without_autodiff();
         let mut indexers = IndexLosses::of(&self.prepared, config.trainable);
@@ -133,15 +185,10 @@ impl Trainee {
             }
             false => self.prepared.hidden_with(inputs, at.step, observer),
         })?;
-        let teacher = match teacher {
-            Some(teacher) => {
-                // This moves the teacher only if there are several devices.
-                let teacher = teacher.clone().to_device(&plain.device());
-                let hidden = teacher.hidden(plain, KvCacheConfig::float())?;
-                Some(head(&teacher, hidden))
-            }
-            None => None,
+        let taught = |teacher: &LanguageModel| -> Result<Head> {
+            Ok(head(teacher, teacher.hidden(plain, KvCacheConfig::float())?))
         };
+        let teacher = self.teacher.as_ref().map(taught).transpose()?;
         let targets = targets.without_autodiff().flatten::<1>(0, 1);
         let parameter = model.decoder().head_weight().param();
         let student = head(model, hidden.clone());
@@ -177,11 +224,10 @@ impl Trainee {
     /// first batch of a validation, also returns the shares of clipped elements and constant
     /// groups.
     fn valid_batch(&self, batch: Batch) -> Result<(Sums, Sums, Option<GroupShares>)> {
-        let Task { teacher, .. } = &*self.task;
         let targets = batch.targets.clone().flatten::<1>(0, 1);
         let model = &self.prepared.model;
         let float = head(model, model.hidden(batch.inputs.clone(), KvCacheConfig::float())?);
-        let (reference, float) = match teacher {
+        let (reference, float) = match &self.teacher {
             Some(teacher) => {
                 let hidden = teacher.hidden(batch.inputs.clone(), KvCacheConfig::float())?;
                 let reference = head(teacher, hidden);
@@ -240,47 +286,14 @@ impl Task {
         let before = |n: u64| (n as f64 * self.config.float_share).floor();
         before(position + 1) > before(position)
     }
-
-    /// Returns the number of optimizer steps made before `batch`.
-    fn step_of(&self, batch: &Batch) -> u64 {
-        batch.number / self.config.accumulation as u64
-    }
 }
 
 impl TrainStep for Trainee {
     type Input = Batch;
     type Output = Measured;
 
-    fn step(&self, batch: Batch) -> TrainOutput<Measured> {
-        let start = Instant::now();
-        let (position, step) = (batch.position, self.task.step_of(&batch));
-        let (sums, grads) = match self.train_batch(batch) {
-            Ok(done) => done,
-            Err(error) => {
-                self.task.fail(&error.to_string());
-                return TrainOutput { grads: GradientsParams::new(), item: Measured::default() };
-            }
-        };
-        let config = &self.task.config;
-        let rows = sums.rows.max(1) as f64;
-        let record = StepRecord {
-            position,
-            step,
-            loss: config.objective.value(sums.nll, sums.kl) / rows,
-            nll: sums.nll / rows,
-            kl: config.objective.needs_teacher().then_some(sums.kl / rows),
-            index_loss: (sums.index != 0.0).then_some(sums.index / rows),
-            tokens_per_second: rows / start.elapsed().as_secs_f64(),
-        };
-        if record.loss.is_finite() && record.nll.is_finite() {
-            self.task.lock().step(&record);
-        } else {
-            self.task.fail(&format!(
-                "the loss of step {step} is {}; try a lower learning rate",
-                record.loss
-            ));
-        }
-        TrainOutput { grads, item: Measured::train(&record, sums.rows) }
+    fn step(&self, _: Batch) -> TrainOutput<Measured> {
+        unreachable!("`Workers` computes the batches of a step")
     }
 
     fn optimize(
@@ -388,6 +401,13 @@ pub(crate) fn clip<M: Module>(
 impl Task {
     pub(crate) fn fail(&self, why: &str) {
         self.lock().fail(why);
+    }
+
+    pub(crate) fn fail_by(&self, error: Error) {
+        match error {
+            Error::Stopped(why) => self.fail(&why),
+            error => self.fail(&error.to_string()),
+        }
     }
 
     /// Locks the recorder, even if a thread panicked while it held the lock: at worst a line of the

@@ -17,7 +17,7 @@ use kv_models::{
 };
 
 use crate::{
-    Checkpoints, Error, History, Prepared, Result, Resume, TrainConfig, Trainee,
+    Checkpoints, Error, History, Prepared, Result, Resume, Strategy, TrainConfig, Trainee,
     checkpoint::{KeepLastAndBest, PARTS},
     data::{Order, TokenFile, TrainLoader, ValidLoader, Windows},
     fit::Fit,
@@ -65,8 +65,11 @@ pub struct Run<'a> {
     pub log: Option<LogLine>,
     /// Optimizer steps between two lines of text.
     pub log_every: u64,
-    /// Devices that share each optimizer step; `None` is the model's alone.
+    /// Devices that share each optimizer step, the model's first; `None` is the model's alone.
+    /// Their number does not change the result, except by rounding.
     pub devices: Option<&'a [Device]>,
+    /// The way in which the gradients of several devices are added up.
+    pub strategy: Strategy,
     /// Stops the run when it becomes true, with a checkpoint of the last whole optimizer step.
     pub stop: Option<Arc<AtomicBool>>,
     /// Names and contents of files written into the folder of a new run after all checks passed.
@@ -83,6 +86,7 @@ impl<'a> Run<'a> {
             log: None,
             log_every: 1,
             devices: None,
+            strategy: Strategy::default(),
             stop: None,
             files: Vec::new(),
         }
@@ -131,6 +135,12 @@ pub fn train<T: Target>(
     mut run: Run<'_>,
 ) -> Result<Trained> {
     config.validate()?;
+    let devices = run.devices.unwrap_or(core::slice::from_ref(&**device));
+    run.strategy.all_reduces(devices)?;
+    if devices.first() != Some(&**device) {
+        let rule = "must start with the device of the model";
+        return Err(Error::setting("devices", format!("{devices:?}"), rule));
+    }
     if config.seq_len > model.max_positions() {
         let rule = format!("must be at most the model's {} positions", model.max_positions());
         return Err(Error::setting("seq-len", config.seq_len, rule));
@@ -148,9 +158,8 @@ pub fn train<T: Target>(
     Checkpoints::of(&run.folder).delete_after(resumed)?;
     let valid_batches = valid.len().min(config.valid_windows).div_ceil(config.batch);
     let recorder = Mutex::new(run.recorder(resumed, config, valid_batches)?);
-    let n_devices = run.devices.map_or(1, <[Device]>::len);
-    let task = Arc::new(Task { config: config.clone(), teacher, n_devices, recorder });
-    let mut trainee = Trainee { prepared, task: task.clone() };
+    let task = Arc::new(Task { config: config.clone(), recorder });
+    let mut trainee = Trainee { prepared, teacher, task: task.clone() };
     if !task.is_finished() {
         trainee = run.make_steps(trainee, train, valid, resumed, autodiff)?;
     }
@@ -218,7 +227,7 @@ impl Run<'_> {
         let config = &task.config;
         let order = Order::new(config.seed, train.len())?;
         // An epoch of the loader is one optimizer step.
-        let batches = config.accumulation * task.n_devices;
+        let batches = config.sequences_per_step() / config.batch;
         let (train, device) = (Arc::new(train), autodiff.clone());
         let train = TrainLoader::new(train, order, config.batch, batches, done, device)?;
         let plain = autodiff.clone().without_autodiff();
@@ -234,8 +243,14 @@ impl Run<'_> {
             learner.load_optim(checkpoints.restore(moments, step)?);
             learner.load_scheduler(checkpoints.restore(rate, step)?);
         }
-        let devices = self.devices.map_or_else(|| vec![autodiff], <[Device]>::to_vec);
-        let fit = Fit { devices, task: task.clone(), done, stop: self.stop.clone() };
+        let others = self.devices.unwrap_or_default().iter().skip(1).cloned();
+        let others = others.map(|device| match config.gradient_checkpointing {
+            true => device.autodiff().gradient_checkpointing(),
+            false => device.autodiff(),
+        });
+        let devices = core::iter::once(autodiff).chain(others).collect();
+        let (task, strategy, stop) = (task.clone(), self.strategy, self.stop.clone());
+        let fit = Fit { devices, strategy, task, done, stop };
         let training = SupervisedTraining::new(&self.folder, Arc::new(train), Arc::new(valid));
         launch(training, learner, fit, &checkpoints, self.dashboard)
     }
@@ -347,8 +362,8 @@ pub fn checkpointed<T: Target>(
     checkpoints.resume(Some(step))?;
     let Setup { prepared, teacher, .. } = set_up(device, model, &config)?;
     let recorder = Mutex::new(Recorder::default());
-    let task = Arc::new(Task { config, teacher, n_devices: 1, recorder });
-    restore(Trainee { prepared, task }, &checkpoints, step)
+    let task = Arc::new(Task { config, recorder });
+    restore(Trainee { prepared, teacher, task }, &checkpoints, step)
 }
 
 fn restore(trainee: Trainee, checkpoints: &Checkpoints, step: usize) -> Result<Prepared> {

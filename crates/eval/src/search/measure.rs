@@ -9,15 +9,15 @@ use serde::Serialize;
 use tracing::trace_span;
 
 use crate::{
-    Error, Plan, Result,
+    Devices, Error, Plan, Result,
     score::{divergence, negative_log_likelihood},
 };
 
 /// Rows whose logits are compared at once.
 const ROWS: usize = 256;
 
-/// Maximum bytes of float logits kept for all caches of an eval window; larger ones are computed
-/// again.
+/// Maximum bytes of float logits kept for all caches of the eval windows in progress; larger ones
+/// are computed again.
 const KEPT: usize = 1 << 30;
 
 /// Loss of a cache over a text, in nats per token.
@@ -69,6 +69,20 @@ impl<T: Target> Window<'_, T> {
     }
 }
 
+/// The losses of a block of rows, added up.
+struct Block {
+    /// The cache by its index; `None` is the float cache.
+    cache: Option<usize>,
+    sum: Score,
+}
+
+/// An event of an eval window.
+enum Event {
+    Block(Block),
+    /// A cache is done with the window.
+    Cache,
+}
+
 /// Returns the scores of the float cache and of each of `caches` over the eval windows of `plan`,
 /// whose own caches are ignored. `step` is called after each window of each cache, including the
 /// float cache, and may stop the measurement.
@@ -77,48 +91,79 @@ impl<T: Target> Window<'_, T> {
 /// [`Error::Stopped`] if `step` asks to stop, [`Error::NonFinite`], and the model's and the cache's
 /// errors.
 pub(super) fn measure<T: Target>(
-    device: &On<T>,
+    devices: Devices<'_, T>,
     model: &LanguageModel,
     plan: &Plan,
     caches: &[ModelCacheConfig],
     step: &mut dyn FnMut() -> ControlFlow<()>,
 ) -> Result<(Score, Vec<Score>)> {
-    let float = ModelCacheConfig::from(KvCacheConfig::float().with_capacity(plan.window()));
     let mut sums = vec![Score::default(); caches.len()];
     let mut of_float = Score::default();
-    let vocab = model.vocab_size();
-    for span in plan.spans() {
-        let (ids, context) = plan.input(&span);
-        let window = Window { device, model, ids, context };
-        let targets = window.targets();
-        let blocks =
-            || (0..targets.len()).step_by(ROWS).map(|at| (at, ROWS.min(targets.len() - at)));
-        let kept = targets.len() * vocab * size_of::<f32>() <= KEPT;
-        let hidden = window.hidden(&float)?;
-        let mut known = vec![];
-        for (at, rows) in blocks() {
-            let logits = window.logits(&hidden, at, rows)?;
-            of_float.nll += total("float", &logits, &targets[at..at + rows])?;
-            known.push(if kept { logits } else { vec![] });
-        }
-        end_if(step())?;
-        for (cache, sum) in caches.iter().zip(&mut sums) {
-            let _phase = trace_span!(target: PHASE, "measure", cache = %cache).entered();
-            let other = window.hidden(&cache.clone().with_capacity(plan.window()))?;
-            for (block, (at, rows)) in blocks().enumerate() {
-                let logits = window.logits(&other, at, rows)?;
-                sum.nll += total(&cache.to_string(), &logits, &targets[at..at + rows])?;
-                let again = if kept { None } else { Some(window.logits(&hidden, at, rows)?) };
-                let float = again.as_ref().unwrap_or(&known[block]);
-                let rows = divergence(float, &logits, vocab);
-                sum.kl += rows.iter().map(|row| f64::from(row.kl)).sum::<f64>();
+    let spans: Vec<_> = plan.spans().collect();
+    devices.share_out(
+        model,
+        spans.len(),
+        |_, _| Ok(()),
+        |device, model, i, send| {
+            let (ids, context) = plan.input(&spans[i]);
+            let kept = KEPT / devices.at_work(spans.len());
+            Window { device, model, ids, context }.measure(plan, caches, kept, send)
+        },
+        |event| match event {
+            Event::Block(Block { cache, sum }) => {
+                let total = cache.map_or(&mut of_float, |cache| &mut sums[cache]);
+                total.nll += sum.nll;
+                total.kl += sum.kl;
+                Ok(())
             }
-            end_if(step())?;
-        }
-    }
+            Event::Cache => end_if(step()),
+        },
+    )?;
     let n = plan.scored_tokens() as f64;
     let mean = |sum: Score| Score { kl: sum.kl / n, nll: sum.nll / n };
     Ok((mean(of_float), sums.into_iter().map(mean).collect()))
+}
+
+impl<T: Target> Window<'_, T> {
+    /// Measures the float cache and each of `caches` on this window, with at most `most_kept` bytes
+    /// of logits.
+    fn measure(
+        &self,
+        plan: &Plan,
+        caches: &[ModelCacheConfig],
+        most_kept: usize,
+        send: &mut dyn FnMut(Event),
+    ) -> Result<()> {
+        let float = ModelCacheConfig::from(KvCacheConfig::float().with_capacity(plan.window()));
+        let (targets, vocab) = (self.targets(), self.model.vocab_size());
+        let blocks =
+            || (0..targets.len()).step_by(ROWS).map(|at| (at, ROWS.min(targets.len() - at)));
+        let kept = targets.len() * vocab * size_of::<f32>() <= most_kept;
+        let hidden = self.hidden(&float)?;
+        let mut known = vec![];
+        for (at, rows) in blocks() {
+            let logits = self.logits(&hidden, at, rows)?;
+            let nll = total("float", &logits, &targets[at..at + rows])?;
+            send(Event::Block(Block { cache: None, sum: Score { kl: 0.0, nll } }));
+            known.push(if kept { logits } else { vec![] });
+        }
+        send(Event::Cache);
+        for (i, cache) in caches.iter().enumerate() {
+            let _phase = trace_span!(target: PHASE, "measure", cache = %cache).entered();
+            let other = self.hidden(&cache.clone().with_capacity(plan.window()))?;
+            for (block, (at, rows)) in blocks().enumerate() {
+                let logits = self.logits(&other, at, rows)?;
+                let nll = total(&cache.to_string(), &logits, &targets[at..at + rows])?;
+                let again = if kept { None } else { Some(self.logits(&hidden, at, rows)?) };
+                let float = again.as_ref().unwrap_or(&known[block]);
+                let rows = divergence(float, &logits, vocab);
+                let kl = rows.iter().map(|row| f64::from(row.kl)).sum();
+                send(Event::Block(Block { cache: Some(i), sum: Score { kl, nll } }));
+            }
+            send(Event::Cache);
+        }
+        Ok(())
+    }
 }
 
 fn total(cache: &str, logits: &[f32], targets: &[u32]) -> Result<f64> {

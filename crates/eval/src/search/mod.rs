@@ -16,7 +16,7 @@ mod report;
 
 use core::ops::ControlFlow;
 
-use kv_cubecl::{KvCacheConfig, KvFormat, On, Side, Target};
+use kv_cubecl::{KvCacheConfig, KvFormat, Side, Target};
 use kv_models::{LanguageModel, LayerRule, LayerSpec, Layers, ModelCacheConfig, ModelSpec, Stores};
 use serde::Serialize;
 
@@ -25,7 +25,7 @@ use self::{
     front::{Assignment, Choice},
     measure::measure,
 };
-use crate::{Error, Plan, Result};
+use crate::{Devices, Error, Plan, Result};
 
 /// The settings of a search, and its texts.
 #[derive(Clone, Debug)]
@@ -255,18 +255,19 @@ fn bytes(spec: &ModelSpec, cache: &ModelCacheConfig) -> Result<(usize, Vec<usize
     Ok((bytes.iter().sum(), bytes))
 }
 
-/// Searches as the [module](self) describes. `progress` is called after every eval window, and may
-/// stop the search.
+/// Searches as the [module](self) describes, on one or several devices. `progress` is called after
+/// every eval window, and may stop the search.
 ///
 /// # Errors
 /// [`Error::Plan`] for invalid formats or too few bytes, [`Error::Stopped`] if `progress` asks to
 /// stop, and the model's and the cache's errors.
-pub fn search<T: Target>(
-    device: &On<T>,
+pub fn search<'a, T: Target>(
+    devices: impl Into<Devices<'a, T>>,
     model: &LanguageModel,
     plan: &SearchPlan,
     mut progress: impl FnMut(SearchProgress) -> ControlFlow<()>,
 ) -> Result<Found> {
+    let devices = devices.into();
     plan.check(model)?;
     let spec = model.spec();
     let (choices, n_cells) = (plan.choices(), 2 * spec.layers.len());
@@ -288,7 +289,7 @@ pub fn search<T: Target>(
     };
     let single = |&(cell, choice): &(usize, usize)| plan.single(spec, cell, choice);
     let policies: Vec<_> = parts.iter().map(single).chain(others.iter().cloned()).collect();
-    let (_, mut scores) = measure(device, model, &plan.seen, &policies, &mut step)?;
+    let (_, mut scores) = measure(devices, model, &plan.seen, &policies, &mut step)?;
     let mut others: Vec<_> = others.into_iter().zip(scores.split_off(parts.len())).collect();
     others.sort_by(|(_, a), (_, b)| a.kl.total_cmp(&b.kl));
     let sensitivities = sensitivities(&parts, scores, &choices, &mut cells);
@@ -296,8 +297,8 @@ pub fn search<T: Target>(
     let policy = plan.policy(spec, &fitting(plan, spec, &cells)?).with_name(&plan.name)?;
     let best = others.iter().take(BEST).map(|(cache, _)| cache.clone());
     let caches: Vec<_> = [policy.clone()].into_iter().chain(uniform).chain(best).collect();
-    let (float_seen, seen) = measure(device, model, &plan.seen, &caches, &mut step)?;
-    let (float_unseen, unseen) = measure(device, model, &plan.unseen, &caches, &mut step)?;
+    let (float_seen, seen) = measure(devices, model, &plan.seen, &caches, &mut step)?;
+    let (float_unseen, unseen) = measure(devices, model, &plan.unseen, &caches, &mut step)?;
     let scores = seen.into_iter().zip(unseen);
     let measured = caches.iter().zip(scores).map(|(cache, (seen, unseen))| {
         let (bytes, _) = bytes(spec, cache)?;

@@ -13,7 +13,7 @@ use super::{
     read::{Task, in_line},
 };
 use crate::{
-    Error, HEAD_ROWS, Result,
+    Devices, Error, HEAD_ROWS, Result,
     score::{negative_log_likelihood, top},
 };
 
@@ -63,8 +63,8 @@ impl ItemScore {
     }
 }
 
-/// Scores every item of `plan` with every cache. Returns the scores of each task, by item and then
-/// by cache. `progress` is called after each continuation.
+/// Scores every item of `plan` with every cache, on one or several devices. Returns the scores of
+/// each task, by item and then by cache. `progress` is called after each continuation.
 ///
 /// Each continuation is processed with its context at once, in the closed form of the cache. This
 /// gives the numbers of a cache that is filled token by token, up to rounding.
@@ -72,17 +72,26 @@ impl ItemScore {
 /// # Errors
 /// [`Error::TaskLine`] naming the item when a log-likelihood is NaN or infinite, and the errors of
 /// the model and of its caches.
-pub fn score_tasks<T: Target>(
-    device: &On<T>,
+pub fn score_tasks<'a, T: Target>(
+    devices: impl Into<Devices<'a, T>>,
     model: &LanguageModel,
     plan: &TaskPlan,
     mut progress: impl FnMut(),
 ) -> Result<Vec<Vec<ItemScore>>> {
-    let caches: Vec<Cache> =
+    let caches: Vec<Cache<'_>> =
         plan.caches.iter().map(|config| Cache::new(config, model, plan.longest())).collect();
-    let score_task = |(task, encoded): (&Task, &Vec<Vec<Encoded>>)| {
-        let mut scores = Vec::with_capacity(task.items.len().saturating_mul(caches.len()));
-        for (item, encoded) in task.items.iter().zip(encoded) {
+    let items = plan.tasks.iter().enumerate();
+    let items: Vec<(usize, usize)> =
+        items.flat_map(|(t, task)| (0..task.items.len()).map(move |i| (t, i))).collect();
+    let mut scores: Vec<Vec<ItemScore>> = plan.tasks.iter().map(|_| vec![]).collect();
+    devices.into().share_out(
+        model,
+        items.len(),
+        |_, _| Ok(()),
+        |device, model, at, send| {
+            let (t, i) = items[at];
+            let (task, encoded) = (&plan.tasks[t], &plan.encoded[t][i]);
+            let item = &task.items[i];
             for cache in &caches {
                 let _phase = trace_span!(target: PHASE, "item", cache = %cache.name).entered();
                 let mut score = Scorer { device, model, cache, last: None };
@@ -91,14 +100,21 @@ pub fn score_tasks<T: Target>(
                     let likelihood = score.likelihood(encoded)?;
                     check(task, item, cache, i, likelihood.0)?;
                     likelihoods.push(likelihood);
-                    progress();
+                    send(None);
                 }
-                scores.push(item_score(task, item, cache, encoded, &likelihoods));
+                send(Some((t, item_score(task, item, cache, encoded, &likelihoods))));
             }
-        }
-        Ok(scores)
-    };
-    plan.tasks.iter().zip(&plan.encoded).map(score_task).collect()
+            Ok(())
+        },
+        |event| {
+            match event {
+                None => progress(),
+                Some((t, score)) => scores[t].push(score),
+            }
+            Ok(())
+        },
+    )?;
+    Ok(scores)
 }
 
 /// A cache with its name.

@@ -11,6 +11,7 @@ mod cli;
 mod cli_errors;
 mod common;
 mod continuation;
+mod devices;
 mod dtype;
 mod files_kept;
 mod generate;

@@ -35,7 +35,7 @@ pub fn by_rows(x: Tensor<3>, f: impl Fn(Tensor<3>) -> Tensor<3> + Sync) -> Tenso
         let [_, seq, width] = x.dims();
         if seq >= 2 * piece(width) && Flex::hosts(&x.device()) {
             // Each thread gets the same number of equal pieces, so that none waits for the last.
-            let threads = rayon::current_num_threads();
+            let threads = kv_device::threads::all_threads();
             let n = seq.div_ceil(seq.div_ceil(piece(width)).next_multiple_of(threads));
             let starts: Vec<usize> = (0..seq).step_by(n).collect();
             // Operations of `f` on other threads belong to this span.

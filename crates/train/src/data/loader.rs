@@ -26,8 +26,8 @@ pub struct Batch {
     /// Position of the first window in the order of the whole run, counted from 0. The other
     /// windows have the next positions.
     pub position: u64,
-    /// Number of batches of the same loader before this one, over all epochs.
-    pub number: u64,
+    /// Number of epochs of the loader before this one.
+    pub epoch: u64,
 }
 
 /// Training batches; each call of [`iter`](DataLoader::iter) yields one epoch.
@@ -214,9 +214,6 @@ impl<F: Fn(u64) -> usize> Batches<'_, F> {
         let before = self.epoch.checked_mul(self.epoch_items).ok_or_else(beyond)?;
         before.checked_add(items.end as u64).ok_or_else(beyond)?;
         let position = before + items.start as u64;
-        // This does not overflow either, because an epoch has at most as many batches as items.
-        let of_epoch = self.share.len().div_ceil(self.batch) as u64;
-        let number = self.epoch * of_epoch + ((items.start - self.share.start) / self.batch) as u64;
 
         let shape = [items.len(), self.windows.seq_len()];
         let mut inputs = Vec::with_capacity(shape[0] * shape[1]);
@@ -239,7 +236,7 @@ impl<F: Fn(u64) -> usize> Batches<'_, F> {
             }
         }
         let tensor = |ids| Tensor::from_data(TensorData::new(ids, shape), self.device);
-        Ok(Batch { inputs: tensor(inputs), targets: tensor(targets), position, number })
+        Ok(Batch { inputs: tensor(inputs), targets: tensor(targets), position, epoch: self.epoch })
     }
 }
 

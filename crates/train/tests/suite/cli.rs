@@ -219,8 +219,6 @@ fn mistakes_are_one_line() {
     with("--warmup", "4", &["warmup 4"]);
     with("--cache", "k2v2", &["seq-len 96", "at least 129"]);
     with("--backend", "tpu", &["tpu"]);
-    with("--devices", "2", &["devices 2"]);
-    with("--devices", "0", &["--devices", "at least 1"]);
     with("--fast", "", &["--fast"]);
     #[cfg(not(feature = "cuda"))]
     with("--backend", "cuda", &["cuda is not built into", "--features cuda"]);

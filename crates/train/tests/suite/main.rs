@@ -7,6 +7,7 @@ mod backends;
 mod cli;
 mod common;
 mod data;
+mod devices;
 mod experts;
 mod failures;
 mod folders;

@@ -13,8 +13,10 @@ use indicatif::ProgressBar;
 use kv_cli::{
     MemoryBudget, OutFile, Screen, check_folder, memory_limit, note, token_bar, uninterrupted,
 };
-use kv_cubecl::{On, Target};
-use kv_eval::{Plan, Progress, Report, Run, evaluate, layers::measure_layers, memory::DeviceUse};
+use kv_cubecl::Target;
+use kv_eval::{
+    Devices, Plan, Progress, Report, Run, evaluate, layers::measure_layers, memory::DeviceUse,
+};
 use kv_models::{
     LanguageModel, ModelCacheConfig, ModelSpec, Tokenizer, decimal_size, tokenizer::Piece,
 };
@@ -79,7 +81,12 @@ impl Job<'_> {
         self.plan.scored_tokens() * self.plan.caches().len()
     }
 
-    fn run<T: Target>(&self, device: &On<T>, layers: bool, bar: &ProgressBar) -> Result<Vec<Run>> {
+    fn run<T: Target>(
+        &self,
+        devices: Devices<'_, T>,
+        layers: bool,
+        bar: &ProgressBar,
+    ) -> Result<Vec<Run>> {
         let start = bar.position();
         let set = |progress: Progress<'_>| {
             let figures = progress.perplexities.iter();
@@ -87,9 +94,9 @@ impl Job<'_> {
             bar.set_message(figures.join("  "));
             bar.set_position(start + progress.done as u64);
         };
-        let mut runs = evaluate(device, self.model, &self.plan, set)?;
+        let mut runs = evaluate(devices, self.model, &self.plan, set)?;
         if layers {
-            measure_layers(device, self.model, &self.plan, &mut runs)?;
+            measure_layers(devices.first(), self.model, &self.plan, &mut runs)?;
         }
         Ok(runs)
     }
@@ -123,15 +130,17 @@ pub(crate) struct Text {
 }
 
 /// Runs `jobs` on the same tokens of `text`, and prints and writes their report, with the plan of
-/// `budget` beside the memory of a device.
-pub(crate) fn evaluate_and_report<T: Target>(
-    device: &On<T>,
+/// `budget` beside the memory of the first device.
+pub(crate) fn evaluate_and_report<'a, T: Target>(
+    devices: impl Into<Devices<'a, T>>,
     text: Text,
     jobs: &[Job<'_>],
     budget: Option<&MemoryBudget>,
     output: Output<'_>,
 ) -> Result<()> {
     let Output { screen, json, folder } = output;
+    let devices = devices.into();
+    let device = devices.first();
     let bar = token_bar(jobs.iter().map(Job::tokens).sum());
     let start = Instant::now();
     let plan = jobs.first().map(|job| &job.plan);
@@ -144,7 +153,7 @@ pub(crate) fn evaluate_and_report<T: Target>(
         .with_notes(text.notes)
         .with_text_bytes(text.bytes);
     for job in jobs {
-        report.add(&job.name, job.run(device, folder.is_some(), &bar)?);
+        report.add(&job.name, job.run(devices, folder.is_some(), &bar)?);
     }
     bar.finish_and_clear();
     report.device_memory =

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use kv_cli::{
-    MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, dispatch, note,
+    DeviceArgs, MemoryRequest, ModelArgs, NamedFiles, Plain, Weights, cache_help, dispatch, note,
     source::{self, Source},
 };
 use kv_cubecl::{KvCacheConfig, On, Target};
@@ -27,6 +27,8 @@ const WINDOW: usize = 2048;
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
+    #[command(flatten)]
+    devices: DeviceArgs,
     #[command(flatten)]
     text: TextArgs,
     /// streaming: token by token from an empty cache. parallel: the same numbers in closed form.
@@ -67,13 +69,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .writes("profile", args.profile.path())
         .check()?;
     args.profile.end_on_interrupt()?;
-    dispatch!(args.on.backend, Plain, run_on(args))
+    dispatch!(args.devices.backend(args.on.backend), Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let mut profile = args.profile.start()?;
-    let device = On::<T>::open()?;
-    profile.device(&device)?;
+    let devices: Vec<On<T>> = args.devices.open()?;
+    let device = &devices[0];
+    profile.device(device)?;
     let output = Output::open(&args.json, args.report.as_deref())?;
     let window = args.window.unwrap_or(WINDOW);
     let window = window.min(args.tokens.unwrap_or(usize::MAX));
@@ -81,10 +84,12 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     // The float cache always runs and is the largest.
     let caches = caches.chain([KvCacheConfig::float().into()]);
     // Those with the float cache, those to compare, and a copy in f32.
-    let logits = 3 * window.min(HEAD_ROWS);
-    let request = MemoryRequest { logits, ..MemoryRequest::new(caches, window).in_one_pass() };
+    let batch = args.devices.sharing_memory();
+    let logits = 3 * batch * window.min(HEAD_ROWS);
+    let request = MemoryRequest::new(caches, window).in_one_pass();
+    let request = MemoryRequest { logits, batch, ..request };
     let (Source { model, tokenizer, name, cache, notes }, budget) =
-        source::load(&args.on, Weights::Restored, request, &device)?;
+        source::load(&args.on, Weights::Restored, request, device)?;
     profile.model(&model, &name);
     let TextIds { ids, bytes, bos } = args.text.read(&tokenizer, args.tokens)?;
     let window = args.window.unwrap_or_else(|| model.max_positions().min(WINDOW));
@@ -107,6 +112,6 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let jobs = [Job { model: &model, name, plan }];
     let bos = bos.and_then(|bos| tokenizer.id_to_token(bos));
     let text = Text { name: text_name(&args.text.path), bytes, bos, notes };
-    evaluate_and_report(&device, text, &jobs, Some(&budget), output)?;
+    evaluate_and_report(&devices[..], text, &jobs, Some(&budget), output)?;
     profile.finish()
 }

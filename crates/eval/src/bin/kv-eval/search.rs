@@ -12,13 +12,13 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kv_cli::{
-    MemoryRequest, MemorySize, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, count_bar,
-    dispatch, exit_interrupted, on_interrupt,
+    DeviceArgs, MemoryRequest, MemorySize, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights,
+    count_bar, dispatch, exit_interrupted, on_interrupt,
     source::{self, Source},
 };
 use kv_cubecl::{KvCacheConfig, KvFormat, On, Target};
 use kv_eval::{
-    Error, Mode, Plan,
+    Devices, Error, Mode, Plan,
     search::{Found, SearchPlan, search},
 };
 use kv_models::{LanguageModel, ModelCacheConfig};
@@ -37,6 +37,8 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
+    #[command(flatten)]
+    devices: DeviceArgs,
     #[command(flatten)]
     text: TextArgs,
     /// Byte budget of the caches of all layers for --context tokens, such as 12M or 10.5MiB.
@@ -116,12 +118,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .writes("plot", args.plot.as_deref())
         .writes("json", args.json.path())
         .check()?;
-    dispatch!(args.on.backend, Plain, run_on(args))
+    dispatch!(args.devices.backend(args.on.backend), Plain, run_on(args))
 }
 
 fn run_on<T: Target>(args: &Args) -> Result<()> {
     let interrupt = Interrupt::listen()?;
-    let device = On::<T>::open()?;
+    let devices: Vec<On<T>> = args.devices.open()?;
     // An invalid name is refused before the search.
     ModelCacheConfig::from(args.base).with_name(&args.name)?;
     let out = PolicyFile::open("out", &args.out)?;
@@ -130,8 +132,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 
     let window = args.window.unwrap_or(WINDOW);
     let request = MemoryRequest::new([KvCacheConfig::float()], window).in_one_pass();
+    let request = MemoryRequest { batch: args.devices.sharing_memory(), ..request };
     let (Source { model, tokenizer, .. }, _) =
-        source::load(&args.on, Weights::Restored, request, &device)?;
+        source::load(&args.on, Weights::Restored, request, &devices[0])?;
     let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: too many; use fewer")?;
     let TextIds { ids, bos, .. } = args.text.read(&tokenizer, Some(all))?;
     let (seen, unseen) = ids.split_at(args.tokens.min(ids.len()));
@@ -151,7 +154,9 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
         unseen: text("the unseen part", unseen)?,
     };
     let start = Instant::now();
-    let Some(found) = searched(&device, &model, &plan, &interrupt)? else { exit_interrupted() };
+    let Some(found) = searched(Devices::from(&devices[..]), &model, &plan, &interrupt)? else {
+        exit_interrupted()
+    };
 
     // An output that cannot be written is reported after the others are written.
     let written = out.write(&found.policy);
@@ -170,14 +175,14 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 
 /// Searches and shows a progress bar. Returns `None`, with a message, if it was interrupted.
 fn searched<T: Target>(
-    device: &On<T>,
+    devices: Devices<'_, T>,
     model: &LanguageModel,
     plan: &SearchPlan,
     interrupt: &Interrupt,
 ) -> Result<Option<Found>> {
     interrupt.searching.store(true, Ordering::SeqCst);
     let bar = count_bar();
-    let found = search(device, model, plan, |progress| {
+    let found = search(devices, model, plan, |progress| {
         bar.set_length(progress.of as u64);
         bar.set_position(progress.done as u64);
         match interrupt.asked.load(Ordering::SeqCst) {

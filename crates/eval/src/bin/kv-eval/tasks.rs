@@ -8,8 +8,8 @@ use std::{
 
 use anyhow::{Context, Result};
 use kv_cli::{
-    MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, cache_help, count_bar,
-    dispatch, exit_on_interrupt, note,
+    DeviceArgs, MemoryRequest, ModelArgs, NamedFiles, OutFile, Plain, Screen, Weights, cache_help,
+    count_bar, dispatch, exit_on_interrupt, note,
     source::{self, Source},
 };
 use kv_cubecl::{On, Target};
@@ -34,6 +34,8 @@ Scores equal lm-evaluation-harness's without examples in the context (--num_fews
 pub(crate) struct Args {
     #[command(flatten)]
     on: ModelArgs,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// A file with one JSON object per line, or - for standard input; repeatable.
     #[arg(long = "task", value_name = "FILE", required = true)]
     tasks: Vec<PathBuf>,
@@ -70,7 +72,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     exit_on_interrupt()?;
     let read = |path: &PathBuf| read(path, args.format, args.limit);
     let tasks = args.tasks.iter().map(read).collect::<Result<_>>()?;
-    dispatch!(args.on.backend, Plain, run_on(args, tasks))
+    dispatch!(args.devices.backend(args.on.backend), Plain, run_on(args, tasks))
 }
 
 fn read(path: &Path, format: Option<TaskFormat>, limit: Option<usize>) -> Result<Task> {
@@ -86,19 +88,21 @@ fn read(path: &Path, format: Option<TaskFormat>, limit: Option<usize>) -> Result
 }
 
 fn run_on<T: Target>(args: &Args, tasks: Vec<Task>) -> Result<()> {
-    let device = On::<T>::open()?;
+    let devices: Vec<On<T>> = args.devices.open()?;
     let (_, json) = args.json.open()?;
     let items = args.items.as_deref().map(|path| OutFile::open("items", path)).transpose()?;
     let screen = Screen::beside([args.json.path(), args.items.as_deref()]);
     let caches = with_float(&args.caches);
     let longest = tasks.iter().map(Task::longest).max().unwrap_or(0) / BYTES_PER_TOKEN;
+    let batch = args.devices.sharing_memory();
     let request = MemoryRequest::new(caches.iter().cloned(), longest.max(1)).in_one_pass();
+    let request = MemoryRequest { batch, ..request };
     let (Source { model, tokenizer, .. }, budget) =
-        source::load(&args.on, Weights::Restored, request, &device)?;
+        source::load(&args.on, Weights::Restored, request, &devices[0])?;
     note_policies(&caches, model.spec());
     let plan = TaskPlan::new(&model, &tokenizer, caches, tasks, args.bos.choose(&tokenizer)?)?;
     for cache in plan.caches() {
-        let usage = Usage::new(cache.clone()).with_pass(plan.longest());
+        let usage = Usage::new(cache.clone()).with_batch(batch).with_pass(plan.longest());
         budget.check(model.spec(), &usage)?;
     }
     if plan.truncated() > 0 {
@@ -112,7 +116,7 @@ fn run_on<T: Target>(args: &Args, tasks: Vec<Task>) -> Result<()> {
     }
     let bar = count_bar();
     bar.set_length(plan.continuations().saturating_mul(plan.caches().len()) as u64);
-    let scores = score_tasks(&device, &model, &plan, || bar.inc(1));
+    let scores = score_tasks(&devices[..], &model, &plan, || bar.inc(1));
     bar.finish_and_clear();
     let report = TaskReport::new(&plan, scores?);
     // An output that cannot be written is reported after the others are written.

@@ -4,6 +4,7 @@
 
 use core::ops::Range;
 
+use kv_device::threads::all_threads;
 use rayon::prelude::*;
 
 use super::{
@@ -38,8 +39,7 @@ pub(super) fn attend<'a>(
 ) {
     let of_heads = lse.len() / rows;
     // All heads of latent attention are one block, so several threads divide its rows.
-    let threads =
-        if slice(0).layout.shape().shares_values { rayon::current_num_threads() } else { 1 };
+    let threads = if slice(0).layout.shape().shares_values { all_threads() } else { 1 };
     let shared = rows.div_ceil(threads.div_ceil(of_heads));
     let block = rows.min(shared.clamp(FEWEST_ROWS, ROW_BLOCK));
     let head_dim = Sides { keys: query.len(), values: output.len() }.map(|n| n / of_heads / rows);

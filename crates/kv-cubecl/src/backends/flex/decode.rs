@@ -4,7 +4,7 @@
 use core::ops::Range;
 
 use burn::backend::Flex;
-use kv_device::threads::{in_parts, in_parts_with};
+use kv_device::threads::{all_threads, in_parts, in_parts_with};
 
 use super::{
     blocks::{BLOCK, between_groups, block, block_end},
@@ -201,7 +201,7 @@ pub(super) fn of_each<T: Send>(
     sequences: &[(Range<usize>, usize)],
     attend: impl Fn(&(Range<usize>, usize), usize) -> T + Sync,
 ) -> Vec<T> {
-    let threads = rayon::current_num_threads();
+    let threads = all_threads();
     let tokens: usize = sequences.iter().map(|(slices, len)| slices.len() * len).sum();
     if sequences.len() < 2 * threads || tokens < MIN_SPLIT {
         return sequences.iter().map(|sequence| attend(sequence, threads)).collect();

@@ -156,7 +156,7 @@ impl KvCacheOps for Flex {
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
         let (shape, dtype) = (dims(&query), query.dtype());
         let query = stored(floats(query), Side::Keys, &layout);
-        let threads = rayon::current_num_threads();
+        let threads = kv_device::threads::all_threads();
         let attend = decode::Attend { layout: &layout, len, tokens, slices, options, threads };
         let (mut output, lse) = attend.run(query.storage(), shape, &state);
         undo_hadamard(&mut output, &layout);

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use kv_cli::{Backend, MemorySize, ModelSource, cache_help};
+use kv_cli::{Backend, DeviceList, MemorySize, ModelSource, cache_help};
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, SteGradient},
 };
 use kv_train::{
-    Adapter, Objective, QatConfig, Schedule, TrainConfig, Trainable, check_new, data::Source,
+    Adapter, Objective, QatConfig, Schedule, Strategy, TrainConfig, Trainable, check_new,
+    data::Source,
 };
 
 use crate::{
@@ -73,9 +74,15 @@ struct Training {
     /// Backend to train on.
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
-    /// Number of the backend's devices that share each optimizer step.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    devices: usize,
+    /// Devices that share each optimizer step, instead of --backend: flex:2 (the CPU as two
+    /// devices, which share its threads), wgpu:0,1 or cuda:0-7. Each of them adds --batch x
+    /// --accumulation sequences to a step.
+    #[arg(long, value_name = "LIST", conflicts_with = "backend")]
+    devices: Option<DeviceList>,
+    /// Way to add up the gradients of several devices: multi, on the first device; ddp, by an
+    /// all-reduce between CUDA devices; auto, ddp between CUDA devices and otherwise multi.
+    #[arg(long, default_value = "auto")]
+    strategy: Strategy,
     #[arg(long, help = help("Optimizer steps", |it| it.steps.to_string()))]
     steps: Option<usize>,
     #[arg(long, help = help(
@@ -154,6 +161,7 @@ impl Training {
             seq_len: self.seq_len.unwrap_or(defaults.seq_len),
             batch: self.batch.unwrap_or(defaults.batch),
             accumulation: self.accumulation.unwrap_or(defaults.accumulation),
+            devices: self.devices.as_ref().map_or(1, DeviceList::count),
             steps,
             steps_per_epoch: self.steps_per_epoch.unwrap_or(defaults.steps_per_epoch.min(steps)),
             schedule: Schedule {
@@ -189,11 +197,13 @@ impl Training {
         check_new(&self.out)?;
         Source::new(self.texts.iter().chain(&self.valid_texts)).check_readable()?;
         let origin = origin()?;
-        let Self { backend, devices, texts, field, valid_texts, eval_tokens, .. } = self;
+        let Self { backend, devices, strategy, texts, field, valid_texts, eval_tokens, .. } = self;
+        let backend = devices.as_ref().map_or(backend, DeviceList::backend);
         let weights = Weights::Restored;
         let spec = Spec {
             backend,
             devices,
+            strategy,
             origin,
             texts,
             field,
@@ -309,12 +319,5 @@ impl Pretrain {
             (None, None) => Ok(Origin::Random(self.architecture)),
         };
         self.training.start(origin, pretraining())
-    }
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("must be a whole number, at least 1".into()),
-        Ok(n) => Ok(n),
     }
 }

@@ -5,7 +5,7 @@ use kv_cli::{Plain, dispatch};
 use kv_eval::{Mode, Plan, Report, evaluate, layers::measure_layers};
 use kv_models::{
     LanguageModel, ModelCacheConfig, Tokenizer,
-    kv_cubecl::{KvCacheConfig, KvFormat, On, Target},
+    kv_cubecl::{KvCacheConfig, KvFormat, Target},
 };
 use kv_train::{Converted, Texts};
 
@@ -82,7 +82,7 @@ fn evaluate_on<T: Target>(
     tokenizer: &Tokenizer,
     ids: Vec<u32>,
 ) -> Result<Report> {
-    let device = On::<T>::open()?;
+    let device = spec.open_devices::<T>()?.swap_remove(0);
     let window = eval_window(&trained.model, &ids);
     let text = "held-out text".to_string();
     let bos = tokenizer.leading_bos();

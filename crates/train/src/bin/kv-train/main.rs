@@ -111,7 +111,7 @@ fn main() -> ExitCode {
             Command::Resume { run, from_step, args, steps, two_step } => {
                 let resume = from_step.map_or(Resume::Last, Resume::Step);
                 let length = steps.map(|n| ("steps", n)).or(two_step.map(|n| ("two-step", n)));
-                match (world::resume(&run, resume, [steps, two_step], args, &stop), length) {
+                match (world::resume(&run, resume, [steps, two_step], &args, &stop), length) {
                     (Some(world), _) => world,
                     (None, None) => run::resume(&run, resume, args, &stop),
                     (None, Some((field, n))) => Err(anyhow::anyhow!(

@@ -108,7 +108,14 @@ pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>
             Sizes::of(&outline_config(&config_json(&text), None, device, LoadOptions::default())?)
         }
     };
-    check(&sizes, &spec.config, (spec.backend, device), memory)
+    // Devices of the CPU share its memory.
+    let shared = match &spec.devices {
+        Some(devices) if spec.backend == Backend::Flex => devices.count(),
+        _ => 1,
+    };
+    let batch = spec.config.batch.saturating_mul(shared).min(spec.config.sequences_per_step());
+    let config = TrainConfig { batch, ..spec.config.clone() };
+    check(&sizes, &config, (spec.backend, device), memory)
 }
 
 impl Sizes {

@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{MemorySize, Screen, dispatch};
+use kv_cli::{DeviceList, MemorySize, Screen, dispatch};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, On, Target},
@@ -19,7 +19,7 @@ use kv_models::{
     outline_config, random,
 };
 use kv_train::{
-    Checkpoints, Error, Resume, Run, Texts, checkpointed,
+    Checkpoints, Error, Resume, Run, Strategy, Texts, checkpointed,
     data::{Source, TokenFile},
     train,
 };
@@ -60,7 +60,7 @@ pub(crate) fn start(start: &Start, stop: &Stop) -> Result<Outcome> {
 
 /// Arguments of `kv-train resume` that may differ from the start of the run, because they do not
 /// decide its weights.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ResumeArgs {
     /// Print a line for every few steps instead of showing the dashboard.
     #[arg(long)]
@@ -72,6 +72,10 @@ pub(crate) struct ResumeArgs {
     /// Memory limit for training, such as 16G [default: the free memory].
     #[arg(long)]
     pub(crate) memory: Option<MemorySize>,
+    /// Devices that share the sequences of each optimizer step, such as flex:2 or cuda:0-3
+    /// [default: as when the run was started].
+    #[arg(long, value_name = "LIST")]
+    pub(crate) devices: Option<DeviceList>,
 }
 
 pub(crate) fn resume(
@@ -96,7 +100,11 @@ pub(crate) fn resume(
         check_eval_tokens(tokens)?;
         spec.eval_tokens = tokens;
     }
-    let ResumeArgs { plain, memory, .. } = args;
+    let ResumeArgs { plain, memory, devices, .. } = args;
+    if let Some(devices) = devices {
+        (spec.backend, spec.devices) = (devices.backend(), Some(devices));
+        spec.strategy = Strategy::Auto;
+    }
     run_on(&Job { spec: &spec, folder, resume, plain, memory, stop })
 }
 
@@ -159,18 +167,20 @@ fn read_spec(folder: &Path) -> Result<Spec> {
 fn run<T: Target>(job: &Job<'_>) -> Result<Outcome> {
     let Job { folder, resume, stop, .. } = *job;
     let started = Instant::now();
-    let device = On::<T>::open()?;
+    let devices = job.spec.open_devices::<T>()?;
+    let device = &devices[0];
+    let others: Vec<Device> = devices.iter().map(|device| (**device).clone()).collect();
+    job.spec.strategy.all_reduces(&others)?;
     if !job.is_new() {
         job.spec.check_inputs(folder, Required::All)?;
     }
-    memory::check_run(job.spec, &device, job.memory)?;
-    let mut initial = load_initial(job.spec, folder, &device, job.is_new())?;
+    memory::check_run(job.spec, device, job.memory)?;
+    let mut initial = load_initial(job.spec, folder, device, job.is_new())?;
     job.check_model(&initial)?;
     let texts = job.texts(&initial)?;
     let spec = &job.spec_to_keep(&initial, &texts)?;
     let dashboard = dashboard(job.plain);
     initial.announce(spec, folder, &texts)?;
-    let devices = (spec.devices > 1).then(|| devices::<T>(spec.devices)).transpose()?;
     initial.files.push(("run.json", (serde_json::to_string_pretty(spec)? + "\n").into_bytes()));
     // A step without a checkpoint is refused before result.json is removed.
     if let Resume::Step(step) = resume {
@@ -191,11 +201,12 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Outcome> {
         // Training continues even if nobody reads the output or its disk is full.
         log: (!dashboard).then(|| Box::new(|line: &str| drop(Screen::Out.line(line))) as _),
         log_every: LOG_EVERY,
-        devices: devices.as_deref(),
+        devices: Some(&others),
+        strategy: spec.strategy,
         stop: Some(stop.asked.clone()),
         files,
     };
-    let trained = train(&device, model, &texts, &spec.config, run);
+    let trained = train(device, model, &texts, &spec.config, run);
     // All that follows is repeated if the run is resumed.
     stop.end(folder);
     let Some(trained) = unless_stopped(trained, folder)? else { return Ok(Outcome::Stopped) };
@@ -379,20 +390,4 @@ fn from_scratch(
     };
     let model = seeded(device, spec.config.seed, model)?;
     Ok(Initial { model, tokenizer, tokenizer_file, files })
-}
-
-/// Returns the first `n` devices of the target.
-fn devices<T: Target>(n: usize) -> Result<Vec<Device>> {
-    #[allow(unused_mut, reason = "on the CPU there is one device")]
-    let mut found: Vec<Device> = Vec::new();
-    #[cfg(feature = "cuda")]
-    found.extend(Device::enumerate(burn::tensor::DeviceType::Cuda));
-    #[cfg(feature = "wgpu")]
-    found.extend(Device::enumerate(burn::tensor::DeviceType::Wgpu));
-    let devices: Vec<Device> =
-        found.into_iter().map(Device::autodiff).filter(T::hosts).take(n).collect();
-    if devices.len() < n {
-        bail!("devices {n}: {} has only {} here", T::NAME, devices.len().max(1));
-    }
-    Ok(devices)
 }

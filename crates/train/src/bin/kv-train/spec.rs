@@ -7,13 +7,16 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
-use kv_cli::Backend;
+use kv_cli::{Backend, DeviceList};
 use kv_models::{
-    ConfigJson, JsonFields, LayerSpec, LoadOptions, Loaded, kv_weights::Activations, llama,
-    load_with, nn::RopeScaling,
+    ConfigJson, JsonFields, LayerSpec, LoadOptions, Loaded,
+    kv_cubecl::{On, Target},
+    kv_weights::Activations,
+    llama, load_with,
+    nn::RopeScaling,
 };
-use kv_train::{Objective, TrainConfig};
-use serde::{Deserialize, Serialize};
+use kv_train::{Objective, Strategy, TrainConfig};
+use serde::{Deserialize, Deserializer, Serialize, de};
 
 use crate::inputs::{Input, check_same};
 
@@ -22,7 +25,11 @@ use crate::inputs::{Input, check_same};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Spec {
     pub(crate) backend: Backend,
-    pub(crate) devices: usize,
+    /// Devices that share each optimizer step; `None` is the default one of the backend.
+    #[serde(default, deserialize_with = "devices")]
+    pub(crate) devices: Option<DeviceList>,
+    #[serde(default)]
+    pub(crate) strategy: Strategy,
     pub(crate) origin: Origin,
     pub(crate) texts: Vec<PathBuf>,
     pub(crate) field: String,
@@ -35,6 +42,18 @@ pub(crate) struct Spec {
     /// The files it was started with; `None` for runs of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) inputs: Option<Vec<Input>>,
+}
+
+/// Reads a list of devices, or the number of devices in runs of older versions, which was 1.
+fn devices<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<DeviceList>, D::Error> {
+    let value = serde_json::Value::deserialize(deserializer)?;
+    match value.as_u64() {
+        Some(1) => Ok(None),
+        Some(n) => Err(de::Error::custom(format!(
+            "devices {n}: runs on several devices of older versions cannot be continued"
+        ))),
+        None => Option::deserialize(value).map_err(de::Error::custom),
+    }
 }
 
 /// The file name of the tokenizer in the folder of a run from scratch.
@@ -53,6 +72,14 @@ pub(crate) enum Required {
 }
 
 impl Spec {
+    /// Opens the devices, at least one. The model is on the first.
+    pub(crate) fn open_devices<T: Target>(&self) -> Result<Vec<On<T>>> {
+        match &self.devices {
+            Some(devices) => devices.open(),
+            None => Ok(vec![On::open()?]),
+        }
+    }
+
     /// Hashes the files that the run needs: the ones its model is read from, and the texts.
     /// `tokenizer` is the path of the tokenizer in a run from scratch.
     pub(crate) fn hash_inputs(&self, tokenizer: &Path, required: Required) -> Result<Vec<Input>> {

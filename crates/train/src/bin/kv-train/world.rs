@@ -158,12 +158,15 @@ pub(crate) fn resume(
     folder: &Path,
     resume: Resume,
     [steps, two_step]: [Option<usize>; 2],
-    args: ResumeArgs,
+    args: &ResumeArgs,
     stop: &Stop,
 ) -> Option<Result<Outcome>> {
     described(folder, |backend, config| {
         if let Some(tokens) = args.eval_tokens {
             bail!("eval-tokens {tokens}: runs of world models are not evaluated; leave it out");
+        }
+        if let Some(devices) = &args.devices {
+            bail!("devices {devices}: world models train on one device; leave it out");
         }
         let steps = steps.unwrap_or(config.steps);
         let two_step = two_step.unwrap_or(config.two_step);

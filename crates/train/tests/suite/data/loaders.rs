@@ -15,10 +15,10 @@ fn device() -> Device {
     Flex::open().unwrap().clone()
 }
 
-/// Returns position and number of an epoch's first batch.
+/// Returns position and epoch of the first batch of an epoch.
 fn place(loader: &dyn DataLoader<Batch>) -> (u64, u64) {
     let batch = loader.iter().next().unwrap().unwrap();
-    (batch.position, batch.number)
+    (batch.position, batch.epoch)
 }
 
 fn rows(tensor: Tensor<2, Int>) -> Vec<Vec<i64>> {
@@ -37,7 +37,7 @@ fn epoch(loader: &dyn DataLoader<Batch>) -> (Vec<Vec<i64>>, Vec<usize>) {
     while let Some(batch) = iterator.next() {
         let batch = batch.unwrap();
         assert_eq!(batch.inputs.dims(), batch.targets.dims());
-        places.push((batch.position, batch.number));
+        places.push((batch.position, batch.epoch));
         sizes.push(batch.inputs.dims()[0]);
         for (mut input, target) in rows(batch.inputs).into_iter().zip(rows(batch.targets)) {
             assert_eq!(input[1..], target[..target.len() - 1]);
@@ -47,8 +47,8 @@ fn epoch(loader: &dyn DataLoader<Batch>) -> (Vec<Vec<i64>>, Vec<usize>) {
         assert_eq!(iterator.progress().items_processed, windows.len());
     }
     for (i, pair) in places.windows(2).enumerate() {
-        let expected = (pair[0].0 + sizes[i] as u64, pair[0].1 + 1);
-        assert_eq!(pair[1], expected, "position and number");
+        let expected = (pair[0].0 + sizes[i] as u64, pair[0].1);
+        assert_eq!(pair[1], expected, "position and epoch");
     }
     assert!(iterator.progress().is_completed());
     assert!(iterator.next().is_none());
@@ -149,9 +149,9 @@ fn batches_know_their_place() {
     // 24 items: 8 for each of three workers, in 2 batches.
     let workers = split_dataloader(loader.slice(0, 24), &[device(), device(), device()]);
     for epoch in 2..5 {
-        assert_eq!(place(&loader), (24 * epoch, 6 * epoch));
+        assert_eq!(place(&loader), (24 * epoch, epoch));
         for (i, worker) in workers.iter().enumerate() {
-            assert_eq!(place(&**worker), (24 * epoch + 8 * i as u64, 2 * epoch));
+            assert_eq!(place(&**worker), (24 * epoch + 8 * i as u64, epoch));
         }
     }
     let valid = ValidLoader::new(windows, 4, 10, device()).unwrap();

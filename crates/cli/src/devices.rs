@@ -1,0 +1,189 @@
+//! Devices that share out work, as a command-line argument.
+
+use core::{fmt, ops::Range, str::FromStr};
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use kv_cubecl::{On, Target};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::Backend;
+
+/// Devices of one backend: `flex:2`, the CPU twice; `wgpu:0,1` or `cuda:0-7`, by index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceList {
+    backend: Backend,
+    /// The devices by index, ascending. All of the CPU are the same device.
+    indices: Vec<usize>,
+}
+
+/// Most devices of a list.
+const MOST: usize = 1024;
+
+impl DeviceList {
+    /// Returns the backend.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// Returns the number of devices, which is at least 1.
+    pub fn count(&self) -> usize {
+        self.indices.len()
+    }
+
+    /// Opens the devices, of the target of this list's backend.
+    ///
+    /// # Errors
+    /// An index without a device.
+    pub fn open<T: Target>(&self) -> Result<Vec<On<T>>> {
+        if self.backend == Backend::Flex {
+            return Ok(vec![On::open()?; self.count()]);
+        }
+        let found = T::devices()?;
+        let device = |&index: &usize| {
+            let device = found.get(index).cloned().with_context(|| {
+                format!("devices {self}: {} has devices 0 to {}", T::NAME, found.len() - 1)
+            })?;
+            Ok(On::new(device)?)
+        };
+        self.indices.iter().map(device).collect()
+    }
+}
+
+impl FromStr for DeviceList {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (name, list) = text.split_once(':').unwrap_or((text, ""));
+        let Ok(backend) = Backend::from_str(name, false) else {
+            bail!("must start with a backend: flex:2, wgpu:0,1 or cuda:0-7");
+        };
+        let number = |text: &str| {
+            let rule = format!("{text:?} must be a whole number below {MOST}");
+            text.parse().ok().filter(|&n: &usize| n < MOST).context(rule)
+        };
+        let range = |text: &str| -> Result<Range<usize>> {
+            let (first, last) = text.split_once('-').unwrap_or((text, text));
+            Ok(number(first)?..number(last)? + 1)
+        };
+        let indices = match (backend, list) {
+            (_, "") if !text.contains(':') => vec![0],
+            (Backend::Flex, count) => (0..number(count)?).collect(),
+            (_, list) => {
+                let ranges = list.split(',').map(range).collect::<Result<Vec<_>>>()?;
+                ranges.into_iter().flatten().collect()
+            }
+        };
+        if indices.is_empty() {
+            bail!("must name at least one device");
+        }
+        if !indices.is_sorted_by(|a, b| a < b) {
+            bail!("must list devices once, in ascending order");
+        }
+        Ok(Self { backend, indices })
+    }
+}
+
+impl fmt::Display for DeviceList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = format!("{:?}", self.backend).to_lowercase();
+        match self.backend {
+            Backend::Flex => write!(f, "{name}:{}", self.indices.len()),
+            _ => {
+                let indices: Vec<_> = self.indices.iter().map(ToString::to_string).collect();
+                write!(f, "{name}:{}", indices.join(","))
+            }
+        }
+    }
+}
+
+impl Serialize for DeviceList {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for DeviceList {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(|why| serde::de::Error::custom(format!("devices {text}: {why}")))
+    }
+}
+
+/// The devices that share out the work of a command.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DeviceArgs {
+    /// Devices that share out the work, instead of --backend: flex:2 (the CPU as two devices, which
+    /// share its threads), wgpu:0,1 or cuda:0-7. The results are those of one device.
+    #[arg(long, value_name = "LIST", conflicts_with = "backend")]
+    devices: Option<DeviceList>,
+}
+
+impl DeviceArgs {
+    /// Returns the backend of the devices, or else `backend`.
+    pub fn backend(&self, backend: Backend) -> Backend {
+        self.devices.as_ref().map_or(backend, DeviceList::backend)
+    }
+
+    /// Opens the devices; by default the target's default one.
+    ///
+    /// # Errors
+    /// A device that cannot be opened.
+    pub fn open<T: Target>(&self) -> Result<Vec<On<T>>> {
+        match &self.devices {
+            Some(devices) => devices.open(),
+            None => Ok(vec![On::open()?]),
+        }
+    }
+
+    /// Returns how many of the devices share one memory.
+    pub fn sharing_memory(&self) -> usize {
+        match &self.devices {
+            Some(DeviceList { backend: Backend::Flex, indices }) => indices.len(),
+            _ => 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read_and_shown() {
+        let read = |text: &str| text.parse::<DeviceList>().map(|list| (list.to_string(), list));
+        for (text, shown, indices) in [
+            ("flex", "flex:1", vec![0]),
+            ("flex:3", "flex:3", vec![0, 1, 2]),
+            ("wgpu", "wgpu:0", vec![0]),
+            ("wgpu:1", "wgpu:1", vec![1]),
+            ("cuda:0-3", "cuda:0,1,2,3", vec![0, 1, 2, 3]),
+            ("cuda:0,2-3,7", "cuda:0,2,3,7", vec![0, 2, 3, 7]),
+        ] {
+            let (name, list) = read(text).unwrap();
+            assert_eq!((&*name, &list.indices), (shown, &indices), "{text}");
+            assert_eq!(read(&name).unwrap().1, list);
+            let json = serde_json::to_string(&list).unwrap();
+            assert_eq!(serde_json::from_str::<DeviceList>(&json).unwrap(), list);
+        }
+        for (text, why) in [
+            ("", "start with a backend"),
+            ("gpu:0", "start with a backend"),
+            ("2", "start with a backend"),
+            ("flex:", "whole number"),
+            ("flex:0", "at least one"),
+            ("flex:-1", "whole number"),
+            ("flex:99999999999999999999", "whole number"),
+            ("flex:1,2", "whole number"),
+            ("wgpu:", "whole number"),
+            ("wgpu:0,0", "once"),
+            ("wgpu:1,0", "ascending"),
+            ("cuda:3-1", "at least one"),
+            ("cuda:0-", "whole number"),
+            ("cuda:0-18446744073709551615", "whole number"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}
