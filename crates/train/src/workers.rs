@@ -34,7 +34,7 @@ use crate::{
 pub(crate) struct Workers {
     /// At least one.
     workers: Vec<Worker>,
-    /// Whether the devices add up gradients by an all-reduce.
+    /// True if the devices add up gradients by an all-reduce.
     all_reduces: bool,
 }
 

@@ -32,7 +32,7 @@ enum Failure {
     Panic(usize),
 }
 
-/// Batches of one sequence, one of which fails.
+/// Batches of one sequence; one batch may fail.
 struct Batches {
     items: Range<usize>,
     device: Device,
@@ -98,7 +98,7 @@ fn trainee() -> (Device, Trainee) {
     (autodiff, Trainee { prepared, teacher, task })
 }
 
-/// The result of a step on so many devices, and the positions of the recorded batches.
+/// The result of a step on `n_devices`, and the positions of the recorded batches.
 fn step(
     n_devices: usize,
     failure: Failure,

@@ -20,7 +20,7 @@ use crate::common::{
 
 type Cpu = World<Autodiff<Flex>>;
 
-/// Trains `model` on so many devices of the CPU.
+/// Trains `model` on a number of devices of the CPU.
 fn run(
     world: &Cpu,
     model: &LanguageModel,
@@ -131,7 +131,7 @@ fn the_number_of_devices_does_not_change_a_run() {
         let difference = difference(planned, again);
         assert!(difference < 1e-5, "{devices} devices: {difference}");
     }
-    // Batches of two sequences, of which some devices get one.
+    // Batches of two sequences; some devices get one sequence.
     let pairs = TrainConfig { batch: 2, accumulation: 1, ..config.clone() };
     let pairs = run(&world, &model, "pairs", &pairs, 3, Resume::No).unwrap();
     let planned = run(&world, &model, "planned", &config, 2, Resume::Last).unwrap();
