@@ -10,8 +10,8 @@ use kv_models::{
     load_with, save_quantized,
 };
 use kv_train::{
-    Adapter, Error, Objective, Resume, Run, Schedule, Strategy, Texts, TrainConfig, Trainable,
-    Trained, train,
+    Adapter, Objective, Resume, Run, Schedule, Strategy, Texts, TrainConfig, Trainable, Trained,
+    train,
 };
 
 use crate::common::{
