@@ -189,12 +189,12 @@ mod tests {
 
     fn model(device: &On<Flex>) -> LanguageModel {
         let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models");
-        kv_models::load(format!("{golden}/llama-tiny"), device).unwrap().model
+        kv_models::load(format!("{golden}/llama-tiny"), device).expect("the model is there").model
     }
 
     /// Later parts take less time, so that they end before earlier ones.
     fn wait(part: usize) {
-        thread::sleep(Duration::from_millis(if part % 4 == 0 { 8 } else { 1 }));
+        thread::sleep(Duration::from_millis(if part.is_multiple_of(4) { 8 } else { 1 }));
     }
 
     #[test]
