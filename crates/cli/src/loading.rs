@@ -66,6 +66,11 @@ impl MemoryRequest {
         Self { pass: Some(self.capacity), ..self }
     }
 
+    /// Processes `batch` sequences at a time.
+    pub fn with_batch(self, batch: usize) -> Self {
+        Self { batch, ..self }
+    }
+
     /// Returns the bytes that weights, activations and caches take together.
     fn total(&self, planned: &Planned<'_>, usages: &[Usage]) -> kv_models::Result<u64> {
         let needed = usages.iter().map(|usage| planned.footprint(usage));

@@ -83,11 +83,11 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
     let caches = configs(&args.caches).into_iter();
     // The float cache always runs and is the largest.
     let caches = caches.chain([KvCacheConfig::float().into()]);
-    // Those with the float cache, those to compare, and a copy in f32.
     let batch = args.devices.sharing_memory();
+    // Those with the float cache, those to compare, and a copy in f32.
     let logits = 3 * batch * window.min(HEAD_ROWS);
-    let request = MemoryRequest::new(caches, window).in_one_pass();
-    let request = MemoryRequest { logits, batch, ..request };
+    let request = MemoryRequest::new(caches, window).in_one_pass().with_batch(batch);
+    let request = MemoryRequest { logits, ..request };
     let (Source { model, tokenizer, name, cache, notes }, budget) =
         source::load(&args.on, Weights::Restored, request, device)?;
     profile.model(&model, &name);

@@ -132,7 +132,7 @@ fn run_on<T: Target>(args: &Args) -> Result<()> {
 
     let window = args.window.unwrap_or(WINDOW);
     let request = MemoryRequest::new([KvCacheConfig::float()], window).in_one_pass();
-    let request = MemoryRequest { batch: args.devices.sharing_memory(), ..request };
+    let request = request.with_batch(args.devices.sharing_memory());
     let (Source { model, tokenizer, .. }, _) =
         source::load(&args.on, Weights::Restored, request, &devices[0])?;
     let all = args.tokens.checked_add(args.unseen_tokens).context("tokens: too many; use fewer")?;

@@ -96,7 +96,7 @@ fn run_on<T: Target>(args: &Args, tasks: Vec<Task>) -> Result<()> {
     let longest = tasks.iter().map(Task::longest).max().unwrap_or(0) / BYTES_PER_TOKEN;
     let batch = args.devices.sharing_memory();
     let request = MemoryRequest::new(caches.iter().cloned(), longest.max(1)).in_one_pass();
-    let request = MemoryRequest { batch, ..request };
+    let request = request.with_batch(batch);
     let (Source { model, tokenizer, .. }, budget) =
         source::load(&args.on, Weights::Restored, request, &devices[0])?;
     note_policies(&caches, model.spec());
