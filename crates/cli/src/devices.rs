@@ -31,6 +31,22 @@ impl DeviceList {
         self.indices.len()
     }
 
+    /// Returns how many of the devices share one memory.
+    pub fn sharing_memory(&self) -> usize {
+        if self.backend == Backend::Flex { self.count() } else { 1 }
+    }
+
+    /// Opens the devices of `list`, or else the target's default one.
+    ///
+    /// # Errors
+    /// A device that cannot be opened.
+    pub fn open_or_default<T: Target>(list: Option<&Self>) -> Result<Vec<On<T>>> {
+        match list {
+            Some(list) => list.open(),
+            None => Ok(vec![On::open()?]),
+        }
+    }
+
     /// Opens the devices, of the target of this list's backend.
     ///
     /// # Errors
@@ -42,7 +58,11 @@ impl DeviceList {
         let found = T::devices()?;
         let device = |&index: &usize| {
             let device = found.get(index).cloned().with_context(|| {
-                format!("devices {self}: {} has devices 0 to {}", T::NAME, found.len() - 1)
+                format!(
+                    "devices {self}: {} has devices 0 to {}",
+                    T::NAME,
+                    found.len().saturating_sub(1)
+                )
             })?;
             Ok(On::new(device)?)
         };
@@ -114,7 +134,7 @@ impl<'de> Deserialize<'de> for DeviceList {
 #[derive(Clone, Debug, clap::Args)]
 pub struct DeviceArgs {
     /// Devices that share out the work, instead of --backend: flex:2 (the CPU as two devices, which
-    /// share its threads), wgpu:0,1 or cuda:0-7. The results are those of one device.
+    /// share its threads), wgpu:0,1 or cuda:0-7. The results are the same as on one device.
     #[arg(long, value_name = "LIST", conflicts_with = "backend")]
     devices: Option<DeviceList>,
 }
@@ -130,18 +150,12 @@ impl DeviceArgs {
     /// # Errors
     /// A device that cannot be opened.
     pub fn open<T: Target>(&self) -> Result<Vec<On<T>>> {
-        match &self.devices {
-            Some(devices) => devices.open(),
-            None => Ok(vec![On::open()?]),
-        }
+        DeviceList::open_or_default(self.devices.as_ref())
     }
 
     /// Returns how many of the devices share one memory.
     pub fn sharing_memory(&self) -> usize {
-        match &self.devices {
-            Some(DeviceList { backend: Backend::Flex, indices }) => indices.len(),
-            _ => 1,
-        }
+        self.devices.as_ref().map_or(1, DeviceList::sharing_memory)
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use kv_cli::{Backend, MemorySize, memory_limit};
+use kv_cli::{Backend, DeviceList, MemorySize, memory_limit};
 use kv_models::{
     LayerSpec, LoadOptions, MemoryLimit, ModelOutline, decimal_size, outline, outline_config,
 };
@@ -109,10 +109,7 @@ pub(crate) fn check_run(spec: &Spec, device: &Device, memory: Option<MemorySize>
         }
     };
     // Devices of the CPU share its memory.
-    let shared = match &spec.devices {
-        Some(devices) if spec.backend == Backend::Flex => devices.count(),
-        _ => 1,
-    };
+    let shared = spec.devices.as_ref().map_or(1, DeviceList::sharing_memory);
     let batch = spec.config.batch.saturating_mul(shared).min(spec.config.sequences_per_step());
     let config = TrainConfig { batch, ..spec.config.clone() };
     check(&sizes, &config, (spec.backend, device), memory)

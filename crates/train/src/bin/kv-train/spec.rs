@@ -74,10 +74,7 @@ pub(crate) enum Required {
 impl Spec {
     /// Opens the devices, at least one. The model is on the first.
     pub(crate) fn open_devices<T: Target>(&self) -> Result<Vec<On<T>>> {
-        match &self.devices {
-            Some(devices) => devices.open(),
-            None => Ok(vec![On::open()?]),
-        }
+        DeviceList::open_or_default(self.devices.as_ref())
     }
 
     /// Hashes the files that the run needs: the ones its model is read from, and the texts.
