@@ -14,6 +14,7 @@ mod decode;
 mod delta;
 mod rope;
 mod slice;
+mod softmax;
 mod sparse;
 mod streaming;
 mod streaming_backward;
