@@ -19,6 +19,8 @@ use crate::error::{Error, Result};
 
 /// The approximate bytes of a piece. A piece is longer if the text cannot be cut there.
 const PIECE: usize = 64 << 10;
+/// The most bytes of a piece: encoding them takes about 7 GB.
+const LONGEST: usize = 64 << 20;
 /// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
 
@@ -157,7 +159,7 @@ impl Tokenizer {
     /// # Errors
     /// Fails as [`encode`](Self::encode) does.
     pub fn encode_first(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
-        self.collect(Pieces::new(self, text.as_bytes(), Path::new("")), limit)
+        self.collect(Pieces::new(self, text.as_bytes(), Path::new("the text")), limit)
     }
 
     fn collect<R: Read>(&self, pieces: Pieces<'_, R>, limit: usize) -> Result<Vec<u32>> {
@@ -194,6 +196,8 @@ pub struct Pieces<'a, R> {
     path: PathBuf,
     /// The approximate bytes of a piece.
     size: usize,
+    /// The most bytes of a piece.
+    longest: usize,
     /// `true` to skip a byte order mark at the start.
     skip_mark: bool,
     /// Text that was read and not yet returned.
@@ -213,6 +217,7 @@ impl<'a, R: Read> Pieces<'a, R> {
             reader,
             path: path.into(),
             size: PIECE,
+            longest: LONGEST,
             skip_mark: false,
             text: String::new(),
             partial: vec![],
@@ -263,6 +268,18 @@ impl<'a, R: Read> Pieces<'a, R> {
                 true => self.text.len(),
                 false => match self.tokenizer.cut(&self.text) {
                     Some(at) => at,
+                    None if self.text.len() > self.longest => {
+                        return Err(Error::Malformed {
+                            path: self.path.clone(),
+                            format: "text",
+                            why: format!(
+                                "{} bytes have no place where they can be encoded in parts; at \
+                                 most {} are encoded at once",
+                                self.text.len(),
+                                self.longest
+                            ),
+                        });
+                    }
                     None if self.at_end => self.text.len(),
                     None => {
                         len = 2 * self.text.len();

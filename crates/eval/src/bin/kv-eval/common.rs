@@ -197,21 +197,26 @@ pub(crate) fn read_ids(
     tokenizer: &Tokenizer,
     tokens: Option<usize>,
 ) -> Result<(Vec<u32>, usize)> {
-    ids_of(open_text(text)?, text, tokenizer, tokens)
+    ids_of(open_text(text).with_context(|| cannot_read(text))?, text, tokenizer, tokens)
 }
 
-fn open_text(text: &Path) -> Result<Box<dyn Read>> {
+fn open_text(text: &Path) -> io::Result<Box<dyn Read>> {
     Ok(match is_stdin(text) {
         true => Box::new(io::stdin().lock()),
-        false => Box::new(File::open(text).with_context(|| cannot_read(text))?),
+        false => Box::new(File::open(text)?),
     })
 }
 
-/// Reads a whole text, or standard input for `-`.
-pub(crate) fn read_text(text: &Path) -> Result<String> {
-    let mut whole = String::new();
-    open_text(text)?.read_to_string(&mut whole).with_context(|| cannot_read(text))?;
-    Ok(whole)
+/// Reads a whole text, or standard input for `-`. Messages name the `option` that gave its path.
+pub(crate) fn read_text(option: &str, text: &Path) -> Result<String> {
+    /// The most bytes, so that no endless file fills the memory.
+    const MOST: u64 = 1 << 30;
+    let (cannot, mut whole) = (|| format!("{option} {}: cannot read", text.display()), vec![]);
+    let mut reader = open_text(text).with_context(cannot)?.take(MOST + 1);
+    if reader.read_to_end(&mut whole).with_context(cannot)? as u64 > MOST {
+        bail!("{option} {}: must have at most {MOST} bytes", text.display());
+    }
+    String::from_utf8(whole).map_err(|error| error.utf8_error()).with_context(cannot)
 }
 
 fn cannot_read(text: &Path) -> String {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     process::exit,
 };
@@ -21,7 +21,7 @@ use kv_models::{
 
 use crate::{
     arguments::{NamedCache, at_least},
-    common::{BosArgs, StepArgs, note_policies},
+    common::{BosArgs, StepArgs, note_policies, read_text},
     generate_conversation::{CONVERSATION, converse},
     generate_interrupt::Interrupt,
     generate_reply::{JsonLines, prompt_label},
@@ -376,15 +376,10 @@ impl Args {
             bail!("batch 0: must be at least 1");
         }
         if let Some(path) = &self.prompt_file {
-            let cannot = || format!("prompt-file {}: cannot read", path.display());
-            return Ok(vec![fs::read_to_string(path).with_context(cannot)?]);
+            return Ok(vec![read_text("prompt-file", path)?]);
         }
         let Some(path) = &self.prompts else { return Ok(self.prompt.clone()) };
-        let text = match path == Path::new("-") {
-            true => io::read_to_string(io::stdin()),
-            false => fs::read_to_string(path),
-        };
-        let text = text.with_context(|| format!("prompts {}: cannot read", path.display()))?;
+        let text = read_text("prompts", path)?;
         let lines = text.lines().filter(|line| !line.trim().is_empty());
         let prompts: Vec<String> = lines.map(Into::into).collect();
         if prompts.is_empty() {

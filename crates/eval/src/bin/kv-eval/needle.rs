@@ -149,7 +149,7 @@ fn passages<T: Target>(args: &Args, text: &Path) -> Result<()> {
 fn tasks<T: Target>(args: &Args) -> Result<()> {
     let TaskArgs { tasks, haystack, depth, samples, count, seed, report, .. } = &args.tasks;
     let haystack = match (&args.text, haystack) {
-        (Some(path), _) => Haystack::from_text(text_name(path), &read_text(path)?),
+        (Some(path), _) => Haystack::from_text(text_name(path), &read_text("text", path)?),
         (None, Some(Hay::Words)) => Haystack::Words,
         (None, _) => Haystack::Noise,
     };

@@ -231,6 +231,21 @@ fn pieces_have_the_ids_of_the_whole() {
 }
 
 #[test]
+fn a_text_that_cannot_be_cut_is_read_up_to_a_limit() {
+    let (_, tokenizer, _) = tokenizers().swap_remove(4);
+    for (len, fits) in [(4000, true), (20_000, false)] {
+        let pieces = Pieces::new(&tokenizer, std::io::repeat(b'a').take(len), Path::new("a.txt"));
+        let pieces: Result<Vec<Piece>> = Pieces { size: 300, longest: 4000, ..pieces }.collect();
+        assert_eq!(pieces.is_ok(), fits, "{len} bytes");
+        if let Err(error) = pieces {
+            let message = error.to_string();
+            assert!(message.starts_with("a.txt: not a readable text file: "), "{message}");
+            assert!(message.ends_with("at most 4000 are encoded at once"), "{message}");
+        }
+    }
+}
+
+#[test]
 fn text_without_spaces_is_cut_where_it_can_be() {
     let (_, tokenizer, _) = tokenizers().swap_remove(4);
     for (text, least) in [
