@@ -29,13 +29,14 @@ pub(super) struct Softmax {
     pub(super) most: usize,
     /// To base 2, as the scores.
     pub(super) softcap: Option<f32>,
-    /// The factor of [`without_overflow`].
+    /// The factor of [`without_overflow`](super::without_overflow).
     pub(super) factor: f32,
 }
 
 impl Softmax {
-    /// Attends to the tokens of a task, of which each run starts [between groups](between_groups);
-    /// `scores` is scratch memory for those of a block.
+    /// Attends to the tokens of a task. Each run of them starts
+    /// [between groups](super::blocks::between_groups). `scores` is scratch memory for the scores
+    /// of a block.
     #[allow(clippy::too_many_arguments, reason = "the parts of a task and its scratch memory")]
     pub(super) fn run(
         &self,
