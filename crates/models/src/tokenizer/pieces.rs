@@ -19,8 +19,9 @@ use crate::error::{Error, Result};
 
 /// The approximate bytes of a piece. A piece is longer if the text cannot be cut there.
 const PIECE: usize = 64 << 10;
-/// The most bytes of a piece: encoding them takes about 7 GB.
-const LONGEST: usize = 64 << 20;
+/// The most bytes of a piece, so that no endless text fills the memory: encoding them takes about
+/// 27 GB.
+const LONGEST: usize = 256 << 20;
 /// Places that are tested before more of the text is read.
 const ATTEMPTS: usize = 64;
 

@@ -54,7 +54,7 @@ pub(crate) struct Args {
     /// conversation is read from standard input, one line at a time.
     #[arg(long, short, conflicts_with_all = ["prompt_file", "prompts"])]
     prompt: Vec<String>,
-    /// Read the prompt from a file.
+    /// Read the prompt from a file, or - for standard input.
     #[arg(long, conflicts_with = "prompts")]
     prompt_file: Option<PathBuf>,
     /// Read prompts from a file, or - for standard input, one per line. Empty lines are skipped.
