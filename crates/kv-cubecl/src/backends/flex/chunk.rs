@@ -17,7 +17,7 @@ pub(super) const ROWS: usize = 256;
 /// Fewest tokens of a split.
 pub(super) const MIN_SPLIT: usize = 128;
 
-/// Tasks per thread from which on the tokens are not split.
+/// With this many tasks per thread, the threads share the work well, and tokens are not split.
 pub(super) const TASKS_PER_THREAD: usize = 4;
 
 /// Scores that are in memory at once, few enough for a core's own cache; more for long groups.

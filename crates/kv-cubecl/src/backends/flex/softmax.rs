@@ -95,8 +95,8 @@ impl Softmax {
         }
     }
 
-    /// Merges the parts of a softmax that several splits of the tokens computed for `n` rows into
-    /// those of the first split, and divides the output.
+    /// Merges the parts of a softmax that several splits of the tokens computed for `n` rows. The
+    /// part of the first split becomes the whole, with its output divided.
     pub(super) fn merge(&self, [output, maxima, sums]: [&mut [f32]; 3], n: usize) {
         let value_dim = output.len() / maxima.len();
         let (out, others) = output.split_at_mut(n * value_dim);
