@@ -126,27 +126,25 @@ struct Team {
     job: Mutex<Option<Job>>,
     /// Number of jobs started.
     jobs: AtomicUsize,
-    /// Number of threads that help with the job.
-    running: AtomicUsize,
     /// Number of threads that are awake or waking up.
     awake: AtomicUsize,
 }
 
 /// Work that stays valid until [`Close`] is dropped.
 #[derive(Clone, Copy)]
-struct Job(*const (dyn Fn() + Sync));
+struct Job {
+    work: *const (dyn Fn() + Sync),
+    /// Number of threads that help. Each job has its own: a helper that runs parts of parts starts
+    /// another job if this one has been closed, and must not wait for itself.
+    running: *const AtomicUsize,
+}
 
-// SAFETY: the pointee is `Sync` and outlives the job.
+// SAFETY: the pointees are `Sync` and outlive the job.
 unsafe impl Send for Job {}
 
 impl Team {
     const fn new() -> Self {
-        Self {
-            job: Mutex::new(None),
-            jobs: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
-            awake: AtomicUsize::new(0),
-        }
+        Self { job: Mutex::new(None), jobs: AtomicUsize::new(0), awake: AtomicUsize::new(0) }
     }
 
     /// Calls `own` on this thread and `help` on helpers, and returns when all calls have returned.
@@ -164,13 +162,15 @@ impl Team {
             }
         };
         let help: &(dyn Fn() + Sync) = &help;
+        let running = AtomicUsize::new(0);
         // SAFETY: only the lifetime changes. Helpers read the job under its lock and are counted
         // before they release it. `Close` removes the job and waits for those that were counted.
-        *job = Some(Job(unsafe {
+        let work = unsafe {
             core::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(help)
-        }));
+        };
+        *job = Some(Job { work, running: &raw const running });
         drop(job);
-        let close = Close(self);
+        let close = Close { team: self, running: &running };
         self.jobs.fetch_add(1, Ordering::Release);
         while self.awake.load(Ordering::Relaxed) < helpers {
             self.awake.fetch_add(1, Ordering::Relaxed);
@@ -212,33 +212,38 @@ impl Team {
     fn join(&self) {
         let (work, running) = {
             let job = lock(&self.job);
-            let Some(Job(work)) = *job else { return };
-            self.running.fetch_add(1, Ordering::Relaxed);
-            (work, Running(self))
+            let Some(Job { work, running }) = *job else { return };
+            // SAFETY: the job is open, and stays valid while this thread is counted.
+            let running = unsafe { &*running };
+            running.fetch_add(1, Ordering::Relaxed);
+            (work, Running(running))
         };
-        // SAFETY: the job stays valid while this thread is counted.
+        // SAFETY: as above.
         unsafe { (*work)() };
         drop(running);
     }
 }
 
 /// Counts a helping thread until it is dropped.
-struct Running<'a>(&'a Team);
+struct Running<'a>(&'a AtomicUsize);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::Release);
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 
 /// Ends the job when it is dropped.
-struct Close<'a>(&'a Team);
+struct Close<'a> {
+    team: &'static Team,
+    running: &'a AtomicUsize,
+}
 
 impl Drop for Close<'_> {
     fn drop(&mut self) {
-        *lock(&self.0.job) = None;
+        *lock(&self.team.job) = None;
         let mut pauses = 0usize;
-        while self.0.running.load(Ordering::Acquire) > 0 {
+        while self.running.load(Ordering::Acquire) > 0 {
             pauses += 1;
             // The operating system may have preempted a helper.
             if pauses > 4096 { thread::yield_now() } else { hint::spin_loop() }
@@ -254,6 +259,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use core::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc;
 
     use super::*;
 
@@ -276,6 +282,24 @@ mod tests {
         // Helpers fall asleep and wake again.
         thread::sleep(10 * AWAKE);
         sum(10);
+    }
+
+    /// A helper that still runs a part when all others have ended runs its own parts as a new job.
+    #[test]
+    fn late_helpers_run_parts_of_parts() {
+        let (done, all) = mpsc::channel();
+        thread::spawn(move || {
+            let caller = thread::current().id();
+            for _ in 0..100 {
+                in_parts(0..2, true, |_| {
+                    let helps = thread::current().id() != caller;
+                    thread::sleep(Duration::from_micros(if helps { 1000 } else { 100 }));
+                    in_parts(0..4, true, |_| ());
+                });
+            }
+            done.send(())
+        });
+        all.recv_timeout(Duration::from_secs(60)).unwrap();
     }
 
     #[test]
