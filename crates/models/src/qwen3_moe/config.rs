@@ -74,6 +74,10 @@ impl DecoderConfig for Config {
             return Err(Error::config(path, "decoder_sparse_step", 0, "must be at least 1"));
         }
         let dense = raw.mlp_only_layers.unwrap_or_default();
+        if let Some(layer) = dense.iter().find(|&&layer| layer >= base.n_layers) {
+            let rule = format!("must be below num_hidden_layers {}", base.n_layers);
+            return Err(Error::config(path, "mlp_only_layers", layer, rule));
+        }
         let is_dense = |i: &usize| dense.contains(i) || !(i + 1).is_multiple_of(step);
         Ok(Self {
             dense_layers: (0..base.n_layers).filter(is_dense).collect(),

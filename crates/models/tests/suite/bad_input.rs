@@ -53,7 +53,7 @@ fn fields_with_several_forms_list_them() {
 
 #[test]
 fn wrong_configurations_name_field_value_and_rule() {
-    let cases: [(&str, Change, &[&str]); 38] = [
+    let cases: [(&str, Change, &[&str]); 39] = [
         ("llama-tiny", |c| c["model_type"] = json!(5), &["model_type = 5", "must be a text"]),
         (
             "llama-tiny",
@@ -98,6 +98,11 @@ fn wrong_configurations_name_field_value_and_rule() {
             "qwen3_moe-tiny",
             |c| c["decoder_sparse_step"] = json!(0),
             &["decoder_sparse_step = 0", "must be at least 1"],
+        ),
+        (
+            "qwen3_moe-tiny",
+            |c| c["mlp_only_layers"] = json!([0, 99]),
+            &["mlp_only_layers = 99", "must be below num_hidden_layers"],
         ),
         (
             "qwen3_moe-tiny",
