@@ -17,6 +17,8 @@ const ALIGNMENT: usize = 256;
 pub struct PackedExperts {
     words: Tensor<1, Int>,
     layout: PackedLayout,
+    /// Bytes from the start of one expert to the start of the next.
+    stride: usize,
     n: usize,
 }
 
@@ -37,7 +39,7 @@ impl PackedExperts {
         if n == 0 {
             return Err(invalid("experts", n, "must be at least 1"));
         }
-        let stride = stride_of(&layout);
+        let stride = layout.bytes().next_multiple_of(ALIGNMENT);
         let [rows, columns] = shape;
         let what = || format!("{n} experts [{rows}, {columns}] of {format}");
         check_bytes(what, n.saturating_mul(stride), device)?;
@@ -54,7 +56,24 @@ impl PackedExperts {
         let data = TensorData::from_bytes(Bytes::from_elems(words), [n * stride / 4], DType::U32);
         let device = device.clone().without_autodiff();
         let create = |data| Tensor::from_data(data, (&device, DType::U32));
-        Ok(Self { words: device.memory_persistent_allocations(data, create), layout, n })
+        Ok(Self { words: device.memory_persistent_allocations(data, create), layout, stride, n })
+    }
+
+    /// Takes the rows of a matrix as `n` experts of equally many rows, without copying them. The
+    /// matrix of one [`expert`](Self::expert) may then be a copy.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if the rows cannot be divided into `n` parts of
+    /// whole words.
+    pub fn from_rows(matrix: &PackedMatrix, n: usize) -> Result<Self> {
+        let (all, [rows, columns]) = (matrix.layout(), matrix.dims());
+        let stride = all.bytes().checked_div(n).unwrap_or(0);
+        if !rows.is_multiple_of(n) || !stride.is_multiple_of(size_of::<u32>()) {
+            let rule = format!("must be divided into {n} parts of whole words");
+            return Err(invalid("rows", rows, rule));
+        }
+        let layout = PackedLayout::new(all.format(), [rows / n, columns])?;
+        Ok(Self { words: matrix.words().clone(), layout, stride, n })
     }
 
     /// Returns the number of experts.
@@ -80,7 +99,7 @@ impl PackedExperts {
 
     /// Returns the number of words from the start of one expert to the start of the next.
     pub fn stride(&self) -> usize {
-        stride_of(&self.layout) / size_of::<u32>()
+        self.stride / size_of::<u32>()
     }
 
     /// Returns the device of the blocks, without autodiff, since they are constants.
@@ -112,9 +131,4 @@ pub struct ExpertSelection {
     pub shared: usize,
     /// Precision of the activations.
     pub activations: Activations,
-}
-
-/// Returns the number of bytes from the start of one expert to the start of the next.
-fn stride_of(layout: &PackedLayout) -> usize {
-    layout.bytes().next_multiple_of(ALIGNMENT)
 }

@@ -6,7 +6,7 @@ use burn::{
 use super::project::{check, check_width};
 use crate::{
     Activations, Error, ExpertSelection, PackedExperts, PackedLayout, PackedMatrix, Result,
-    WeightOps, error::invalid,
+    WeightOps,
 };
 
 /// Multiplies activations with the experts picked for each token: one step of a mixture of experts.
@@ -66,21 +66,17 @@ pub fn project_heads(
     activations: Activations,
 ) -> Result<Tensor<3>> {
     check("project_heads", &x, matrix)?;
-    let ([n, n_heads, columns], all) = (x.dims(), matrix.layout());
-    let bytes = all.bytes().checked_div(n_heads).unwrap_or(0);
-    if !all.rows().is_multiple_of(n_heads) || !bytes.is_multiple_of(size_of::<u32>()) {
-        let rule = format!("must be divided into {n_heads} heads of whole words");
-        return Err(invalid("rows", all.rows(), rule));
-    }
-    let layout = PackedLayout::new(all.format(), [all.rows() / n_heads, columns])?;
+    let [n, n_heads, columns] = x.dims();
+    let heads = PackedExperts::from_rows(matrix, n_heads)?;
+    let layout = heads.layout();
     if n == 0 {
         return Ok(Tensor::zeros([n, n_heads, layout.rows()], (&x.device(), DType::F32)));
     }
-    let heads: Vec<i32> = (0..n * n_heads).map(|i| (i % n_heads) as i32).collect();
-    let data = TensorData::new(heads, [n * n_heads]);
+    let numbers: Vec<i32> = (0..n * n_heads).map(|i| (i % n_heads) as i32).collect();
+    let data = TensorData::new(numbers, [n * n_heads]);
     let picked = Tensor::from_data(data, (&x.device(), DType::I32));
-    let picks = ExpertSelection { stride: layout.words(), shared: 1, activations };
-    let y = products(x.reshape([n * n_heads, columns]), matrix.words(), picked, layout, picks);
+    let picks = ExpertSelection { stride: heads.stride(), shared: 1, activations };
+    let y = products(x.reshape([n * n_heads, columns]), heads.words(), picked, layout, picks);
     Ok(y.reshape([n, n_heads, layout.rows()]))
 }
 

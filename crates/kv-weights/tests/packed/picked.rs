@@ -1,11 +1,11 @@
 //! Products with picked experts, compared with f64.
 
-use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use kv_weights::{
-    Activations, PackedExperts, PackedMatrix, WeightFormat, project, project_heads, project_picked,
+    Activations, PackedExperts, WeightFormat, project, project_heads, project_picked,
 };
 
-use crate::common::{Blocks, Rng, host, matrix, stamp};
+use crate::common::{Blocks, Rng, device_blocks, host, matrix, stamp};
 
 stamp!(
     each_pick_is_a_product_with_its_expert,
@@ -46,9 +46,18 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                 let x = rng.normals(n * of_token * columns);
                 let input = floats(&x, [n, of_token, columns], device);
                 let numbers = ints(&picked, [n, per_token], device);
-                let y = project_picked(input, &packed, numbers, Activations::Exact).unwrap();
+                let of = |experts| {
+                    let (input, numbers) = (input.clone(), numbers.clone());
+                    project_picked(input, experts, numbers, Activations::Exact).unwrap()
+                };
+                let y = of(&packed);
                 assert_eq!(y.dims(), [n, per_token, rows]);
                 let y = host(y);
+                let adjacent = PackedExperts::from_rows(&device_blocks(&blocks, device), n_experts);
+                assert_eq!(adjacent.is_ok(), blocks.bytes.len() / n_experts % 4 == 0);
+                if let Ok(adjacent) = adjacent {
+                    assert_eq!(host(of(&adjacent)), y, "{format} without gaps");
+                }
                 for (i, got) in y.iter().enumerate() {
                     let (pick, row) = (i / rows, i % rows);
                     let x = &x[pick / (per_token / of_token) * columns..][..columns];
@@ -112,8 +121,7 @@ fn heads_have_equal_parts_of_a_matrix(device: &Device) {
     // The last matrix is large enough for several threads.
     for (n, n_heads, rows, columns) in [(1, 1, 2, 32), (3, 5, 6, 96), (1, 24, 64, 256)] {
         let blocks = Blocks::random(&mut rng, WeightFormat::Q4_0, [n_heads * rows, columns]);
-        let bytes = Bytes::from_bytes_vec(blocks.bytes.clone());
-        let whole = PackedMatrix::from_bytes(bytes, blocks.format, blocks.shape, device).unwrap();
+        let whole = device_blocks(&blocks, device);
         let x = rng.normals(n * n_heads * columns);
         let input = floats(&x, [n, n_heads, columns], device);
         let y = project_heads(input, &whole, Activations::Exact).unwrap();
@@ -129,7 +137,7 @@ fn heads_have_equal_parts_of_a_matrix(device: &Device) {
         }
         let input = floats(&vec![0.0; 7 * columns], [1, 7, columns], device);
         let error = project_heads(input, &whole, Activations::Exact).unwrap_err().to_string();
-        let rule = "must be divided into 7 heads of whole words";
+        let rule = "must be divided into 7 parts of whole words";
         assert_eq!(error, format!("rows {}: {rule}", n_heads * rows));
     }
 }

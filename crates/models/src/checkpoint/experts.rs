@@ -4,7 +4,7 @@ use burn::{
     module::Param,
     tensor::{Bytes, DType, Tensor, TensorData},
 };
-use kv_weights::{PackedExperts, PackedLayout, WeightFormat, largest_buffer};
+use kv_weights::{PackedExperts, PackedLayout, PackedMatrix, WeightFormat, largest_buffer};
 
 use super::{mapped::Mapped, packed::reads_mapped, weights::Weights};
 use crate::{
@@ -29,14 +29,35 @@ enum Numbers {
 struct Part {
     format: WeightFormat,
     rows: usize,
-    bytes: Bytes,
+    blocks: Blocks,
+}
+
+enum Blocks {
+    Held(Vec<u8>),
+    InFile(Mapped),
+}
+
+impl Blocks {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Held(bytes) => bytes,
+            Self::InFile(mapped) => mapped.bytes(),
+        }
+    }
+
+    fn into_bytes(self) -> Bytes {
+        match self {
+            Self::Held(bytes) => Bytes::from_bytes_vec(bytes),
+            Self::InFile(mapped) => mapped.shared(),
+        }
+    }
 }
 
 impl ExpertRows {
     /// Returns the blocks of one part of the rows, if they are packed.
-    fn part(&self, index: usize) -> Option<&[u8]> {
+    fn part(&self, index: usize) -> Option<&Blocks> {
         match &self.numbers {
-            Numbers::Packed(parts) => parts.get(index).map(|part| &*part.bytes),
+            Numbers::Packed(parts) => parts.get(index).map(|part| &part.blocks),
             Numbers::Floats(_) => None,
         }
     }
@@ -46,9 +67,10 @@ impl ExpertRows {
         let numbers = match self.numbers {
             Numbers::Floats(values) => Numbers::Floats(even_then_odd(&values, self.shape[1])),
             Numbers::Packed(parts) => {
-                let split = |Part { format, rows, bytes }| {
-                    let bytes = even_then_odd(&bytes, bytes.len() / rows);
-                    Part { format, rows, bytes: Bytes::from_bytes_vec(bytes) }
+                let split = |Part { format, rows, blocks }| {
+                    let bytes = blocks.bytes();
+                    let split = even_then_odd(bytes, bytes.len() / rows);
+                    Part { format, rows, blocks: Blocks::Held(split) }
                 };
                 Numbers::Packed(parts.into_iter().map(split).collect())
             }
@@ -77,6 +99,16 @@ impl ExpertRows {
 fn even_then_odd<T: Copy>(values: &[T], width: usize) -> Vec<T> {
     let rows = |first: usize| values.chunks_exact(width).skip(first).step_by(2).flatten();
     rows(0).chain(rows(1)).copied().collect()
+}
+
+/// Returns the range of a file that holds these blocks, each next to the last.
+fn in_file<'a>(blocks: impl IntoIterator<Item = &'a Blocks>) -> Option<Mapped> {
+    let mut mapped = blocks.into_iter().map(|blocks| match blocks {
+        Blocks::InFile(mapped) => Some(mapped),
+        Blocks::Held(_) => None,
+    });
+    let first = mapped.next()??.clone();
+    mapped.try_fold(first, |all, next| all.then(next?))
 }
 
 /// MXFP4 blocks of Hugging Face checkpoints, with codes and scales apart.
@@ -198,8 +230,8 @@ impl Weights {
                 return Err(self.flawed(&format!("{name}_scales"), why));
             }
             let experts = bytes.chunks_exact(layout.bytes()).map(|bytes| {
-                let bytes = Bytes::from_bytes_vec(bytes.to_vec());
-                Numbers::Packed(vec![Part { format, rows, bytes }])
+                let blocks = Blocks::Held(bytes.to_vec());
+                Numbers::Packed(vec![Part { format, rows, blocks }])
             });
             return Ok(Some(experts.collect()));
         }
@@ -212,7 +244,7 @@ impl Weights {
         entry.check_finite(layout, mapped.bytes())?;
         let expert = |start| {
             let expert = Mapped { range: start..start + layout.bytes(), ..mapped.clone() };
-            Numbers::Packed(vec![Part { format, rows, bytes: expert.shared() }])
+            Numbers::Packed(vec![Part { format, rows, blocks: Blocks::InFile(expert) }])
         };
         let experts = mapped.range.clone().step_by(layout.bytes()).map(expert).collect();
         let bytes = entry.in_file();
@@ -245,7 +277,7 @@ impl Weights {
     }
 
     /// Returns the projections of experts, packed or as floats of the model's type. If they are
-    /// packed on a GPU, a stack of all of them shares their memory.
+    /// packed, a stack of all of them shares their memory: a buffer of the device, or the file.
     ///
     /// # Errors
     /// Fails if the device does not multiply packed weights.
@@ -253,11 +285,17 @@ impl Weights {
         &mut self,
         experts: Vec<ExpertRows>,
     ) -> Result<(Vec<Linear>, Option<ExpertStack>)> {
-        if let Some(parts) = self.parts_of(&experts)? {
-            return self.stacked(experts, parts).map(|(linears, stack)| (linears, Some(stack)));
-        }
-        let linears = experts.into_iter().map(|rows| self.linear_of(rows));
-        Ok((linears.collect::<Result<_>>()?, None))
+        let parts = self.parts_of(&experts)?;
+        let biases = parts.as_ref().and_then(|_| self.biases_of(&experts));
+        let linears: Vec<_> = match &parts {
+            Some(parts) if !reads_mapped(&self.device) => self.linears_in(experts, parts)?,
+            _ => experts.into_iter().map(|rows| self.linear_of(rows)).collect::<Result<_>>()?,
+        };
+        let activations = self.packed.unwrap_or_default();
+        let stack = parts.zip(linears.first()).map(|(parts, first)| {
+            ExpertStack::new(parts, biases, activations, self.device.clone(), first.weight.id())
+        });
+        Ok((linears, stack))
     }
 
     /// Returns the [projections](Self::linears_of) of experts that are gated MLPs: for each, gate
@@ -282,12 +320,10 @@ impl Weights {
         Ok((experts, stacks.map(|(gate_up, down)| ExpertStacks { gate_up, down })))
     }
 
-    /// Puts each part of the rows of all experts into one buffer. Returns `None` if the experts are
-    /// not packed, have different formats, exceed a buffer, or are read from the file by the CPU.
+    /// Puts each part of the rows of all experts into one buffer; the CPU reads them from the file.
+    /// Returns `None` if the experts are not packed, have different formats, exceed a buffer, or
+    /// are not next to each other in the file that the CPU reads.
     fn parts_of(&self, experts: &[ExpertRows]) -> Result<Option<Vec<PackedExperts>>> {
-        if reads_mapped(&self.device) {
-            return Ok(None);
-        }
         let parts = |rows: &ExpertRows| match &rows.numbers {
             Numbers::Packed(parts) => Some(parts.iter().map(|p| (p.format, p.rows)).collect()),
             Numbers::Floats(_) => None,
@@ -299,7 +335,19 @@ impl Weights {
         let most = largest_buffer(&self.device).into_iter().chain(self.largest_buffer).min();
         let mut stacks = Vec::with_capacity(first.len());
         for (i, (format, rows)) in first.into_iter().enumerate() {
-            let bytes: Vec<&[u8]> = experts.iter().filter_map(|rows| rows.part(i)).collect();
+            let blocks = experts.iter().filter_map(|rows| rows.part(i));
+            if reads_mapped(&self.device) {
+                let Some(all) = in_file(blocks) else { return Ok(None) };
+                let shape = [experts.len() * rows, experts[0].shape[1]];
+                let all = PackedMatrix::from_bytes(all.shared(), format, shape, &self.device)?;
+                match PackedExperts::from_rows(&all, experts.len()) {
+                    // An expert is not a whole number of words.
+                    Err(kv_weights::Error::Invalid { .. }) => return Ok(None),
+                    stack => stacks.push(stack?),
+                }
+                continue;
+            }
+            let bytes: Vec<&[u8]> = blocks.map(Blocks::bytes).collect();
             if most.is_some_and(|most| bytes.iter().map(|b| b.len() as u64).sum::<u64>() > most) {
                 return Ok(None);
             }
@@ -313,28 +361,30 @@ impl Weights {
         Ok(Some(stacks))
     }
 
+    /// Returns the biases of all experts, `[experts, rows]`, if there are any.
+    fn biases_of(&self, experts: &[ExpertRows]) -> Option<Tensor<2>> {
+        let [rows, _] = experts.first()?.shape;
+        let biases = experts.iter().map(|rows| rows.bias.clone()).collect::<Option<Vec<_>>>()?;
+        let biases = TensorData::new(biases.concat(), [experts.len(), rows]);
+        Some(Tensor::from_data(biases, (&self.device, DType::F32)))
+    }
+
     /// Returns the projections of experts whose rows are in `parts`, each with its bias.
-    fn stacked(
+    fn linears_in(
         &mut self,
         experts: Vec<ExpertRows>,
-        parts: Vec<PackedExperts>,
-    ) -> Result<(Vec<Linear>, ExpertStack)> {
+        parts: &[PackedExperts],
+    ) -> Result<Vec<Linear>> {
         let activations = self.packed.unwrap_or_default();
-        for part in &parts {
+        for part in parts {
             self.kept.add(part.layout(), part.len());
         }
-        let biases: Option<Vec<_>> = experts.iter().map(|rows| rows.bias.clone()).collect();
-        let biases = biases.map(|biases| {
-            let biases = TensorData::new(biases.concat(), [experts.len(), experts[0].shape[0]]);
-            Tensor::from_data(biases, (&self.device, DType::F32))
-        });
         let linear = |(number, rows): (usize, ExpertRows)| {
             let alone = parts.iter().map(|part| part.expert(number)).collect::<Result<_, _>>()?;
             let bias = self.bias_of(rows.bias);
             Ok(Linear { weight: Matrix::packed(alone, activations)?, bias })
         };
-        let linears = experts.into_iter().enumerate().map(linear).collect::<Result<_>>()?;
-        Ok((linears, ExpertStack::new(parts, biases, activations, self.device.clone())))
+        experts.into_iter().enumerate().map(linear).collect()
     }
 
     /// Returns the projection of one expert, packed or as floats of the model's type.
@@ -345,8 +395,9 @@ impl Weights {
         let ExpertRows { numbers, bias, shape } = rows;
         let weight = match numbers {
             Numbers::Packed(parts) => {
-                let pack =
-                    |Part { format, rows, bytes }| self.pack_bytes(bytes, format, [rows, shape[1]]);
+                let pack = |Part { format, rows, blocks }| {
+                    self.pack_bytes(blocks.into_bytes(), format, [rows, shape[1]])
+                };
                 let parts = parts.into_iter().map(pack).collect::<Result<Vec<_>>>()?;
                 Matrix::packed(parts.concat(), self.packed.unwrap_or_default())?
             }

@@ -24,7 +24,7 @@ pub struct Experts {
     pub per_token: usize,
     /// The bound of the values of the gate and of the linear part.
     pub limit: f64,
-    /// The projections of all experts, if they are packed on a GPU.
+    /// The projections of all experts, if they are packed in one buffer or one range of a file.
     #[module(skip)]
     pub stacks: Option<ExpertStacks>,
 }
@@ -56,10 +56,10 @@ fn gated(gate_up: Tensor<3>, limit: f64) -> Tensor<3> {
 impl Experts {
     /// Applies the experts that the router selects for each token.
     ///
-    /// For few tokens, a GPU with packed weights selects the experts itself. Otherwise the host
-    /// reads the selection, so that each expert computes only its own tokens. Graph capture cannot
-    /// wait for the host: with `on_device` and weights that are not packed, all experts compute all
-    /// tokens, and experts that were not selected get weight 0.
+    /// For few tokens and packed weights, one operation multiplies with the experts of all tokens.
+    /// Otherwise the host reads the selection, so that each expert computes only its own tokens.
+    /// Graph capture cannot wait for the host: with `on_device` and weights that are not packed,
+    /// all experts compute all tokens, and experts that were not selected get weight 0.
     ///
     /// # Shapes
     /// - x: `[batch, seq, hidden]`

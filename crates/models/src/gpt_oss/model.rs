@@ -93,8 +93,8 @@ impl DecoderLayer for Layer {
         [&mut self.qkv, &mut self.output].into_iter().chain(experts).collect()
     }
 
-    /// Returns whether the experts are packed on a GPU. Elsewhere a step for graph capture
-    /// multiplies with all experts, because the host cannot read which ones the router selected.
+    /// Returns whether the experts are in one buffer. Otherwise a step for graph capture multiplies
+    /// with all experts, because the host cannot read which ones the router selected.
     fn captures(&self) -> bool {
         self.experts.picks_on_device()
     }

@@ -56,9 +56,9 @@ impl FeedForward<'_> {
         }
     }
 
-    /// Returns whether there are no experts, or they are packed on a GPU. Elsewhere a step for
-    /// graph capture multiplies with all experts, because the host cannot read which ones the
-    /// router selected.
+    /// Returns whether there are no experts, or they are in one buffer. Otherwise a step for graph
+    /// capture multiplies with all experts, because the host cannot read which ones the router
+    /// selected.
     pub(crate) fn captures(self) -> bool {
         self.experts.as_ref().is_none_or(|experts| experts.stacks.is_some())
     }

@@ -1,12 +1,16 @@
 //! The projections of all experts of a layer, selected by number.
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::{
+    module::ParamId,
+    tensor::{Device, Int, Tensor},
+};
 use kv_weights::{Activations, PackedExperts, project_picked};
 
 use super::{linear::Linear, routed::Routed};
+use crate::spans;
 
-/// One projection of all experts of a layer, packed on a GPU. The experts are selected on the
-/// device, so that a step does not wait for the selection.
+/// One projection of all experts of a layer, packed. A GPU selects the experts itself, so that a
+/// step does not wait for the selection. The CPU multiplies with all of them in one operation.
 #[derive(Clone, Debug)]
 pub struct ExpertStack {
     /// Rows of every expert; all parts have one width.
@@ -15,6 +19,8 @@ pub struct ExpertStack {
     biases: Option<Tensor<2>>,
     activations: Activations,
     device: Device,
+    /// Identifies the projection of the first expert, by whose name a profile calls all of them.
+    first: ParamId,
 }
 
 impl ExpertStack {
@@ -23,8 +29,9 @@ impl ExpertStack {
         biases: Option<Tensor<2>>,
         activations: Activations,
         device: Device,
+        first: ParamId,
     ) -> Self {
-        Self { parts, biases, activations, device }
+        Self { parts, biases, activations, device, first }
     }
 
     /// Returns products with the experts selected for each token, plus their biases, if there are
@@ -38,7 +45,8 @@ impl ExpertStack {
     /// # Panics
     /// Panics for other shapes, and for tensors on another device.
     pub fn project(&self, x: Tensor<3>, picked: &Tensor<2, Int>) -> Tensor<3> {
-        let product = |part| {
+        let _span = spans::reading(self.first, || self.bytes(picked.dims()));
+        let product = |part: &PackedExperts| {
             project_picked(x.clone(), part, picked.clone(), self.activations)
                 .expect("the loader has checked shapes and the device")
         };
@@ -50,6 +58,12 @@ impl ExpertStack {
         let Some(biases) = self.biases.clone() else { return products };
         let shape = products.dims();
         products + biases.select(0, picked.clone().flatten(0, 1)).reshape(shape)
+    }
+
+    /// Returns the bytes of the experts of `n` tokens, as if all of them were different.
+    fn bytes(&self, [n, per_token]: [usize; 2]) -> usize {
+        let bytes = |part: &PackedExperts| part.layout().bytes() * part.len().min(n * per_token);
+        self.parts.iter().map(bytes).sum()
     }
 }
 

@@ -114,7 +114,7 @@ impl WeightOps for Flex {
             let expert = &words[picked[slots[0]] as usize * picks.stride..];
             let blocks = &bytemuck::cast_slice::<u32, u8>(expert)[..layout.bytes()];
             let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
-            let x: Vec<f32> = slots.iter().flat_map(row).copied().collect();
+            let x = slots.iter().map(row).collect::<Vec<_>>().concat();
             *products = project(&x, &Stacked::one(blocks, layout), picks.activations, None);
         });
         for (slots, products) in experts.into_iter().zip(&products) {
