@@ -54,7 +54,7 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                 assert_eq!(y.dims(), [n, per_token, rows]);
                 let y = host(y);
                 let adjacent = PackedExperts::from_rows(&device_blocks(&blocks, device), n_experts);
-                assert_eq!(adjacent.is_ok(), blocks.bytes.len() / n_experts % 4 == 0);
+                assert_eq!(adjacent.is_ok(), (blocks.bytes.len() / n_experts).is_multiple_of(4));
                 if let Ok(adjacent) = adjacent {
                     assert_eq!(host(of(&adjacent)), y, "{format} without gaps");
                 }
