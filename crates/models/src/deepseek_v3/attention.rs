@@ -31,9 +31,8 @@ pub struct LatentAttention {
     pub query: Option<Linear>,
     /// Norm of the latent row.
     pub latent_norm: RmsNorm,
-    /// For each head the rows of its keys without rope, then of its values:
-    /// `[n_heads * (plain_dim + value_dim), latent_rank]`, as floats or the packed matrices of
-    /// heads.
+    /// For each head the rows of its keys without rope, then of its values, as floats or packed:
+    /// `[n_heads * (plain_dim + value_dim), latent_rank]`.
     pub keys_values: Linear,
     /// The output projection, `[hidden, n_heads * value_dim]`.
     pub output: Linear,
@@ -166,21 +165,17 @@ impl LatentAttention {
         }
         let [all_rows, rank] = weight.dims();
         let matrices = weight.val().reshape([n_heads, all_rows / n_heads, rank]);
-        let matrices = matrices.narrow(1, rows.start, rows.len());
-        let matrices = match side {
-            Side::Keys => matrices,
-            Side::Values => matrices.swap_dims(1, 2),
-        };
+        let mut matrices = matrices.narrow(1, rows.start, rows.len());
+        if side == Side::Values {
+            matrices = matrices.swap_dims(1, 2);
+        }
         let d_output = matrices.dims()[2];
         let x = x.swap_dims(0, 1).reshape([n_heads, batch * seq, d_input]);
         x.matmul(matrices).reshape([n_heads, batch, seq, d_output]).swap_dims(0, 1)
     }
 
     fn rotated(&self, x: Tensor<4>, rope: &RopeRows) -> Tensor<4> {
-        match self.interleaved {
-            true => rope.apply_pairs(x),
-            false => rope.apply(x),
-        }
+        if self.interleaved { rope.apply_pairs(x) } else { rope.apply(x) }
     }
 
     pub(super) fn projections(&mut self) -> impl Iterator<Item = &mut Linear> {

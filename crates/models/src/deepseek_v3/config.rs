@@ -134,24 +134,22 @@ impl DecoderConfig for Config {
     fn check(&self, path: &Path) -> Result<()> {
         let rotary_dim = self.qk_rope_head_dim;
         fields::layers(path, "num_hidden_layers", self.num_hidden_layers)?;
-        sizes(
-            path,
-            &[
-                ("vocab_size", self.vocab_size),
-                ("hidden_size", self.hidden_size),
-                ("intermediate_size", self.intermediate_size),
-                ("num_attention_heads", self.num_attention_heads),
-                ("q_lora_rank", self.q_lora_rank.unwrap_or(1)),
-                ("kv_lora_rank", self.kv_lora_rank),
-                ("qk_nope_head_dim", self.qk_nope_head_dim),
-                ("qk_rope_head_dim", rotary_dim),
-                ("v_head_dim", self.v_head_dim),
-                ("moe_intermediate_size", self.moe_intermediate_size),
-                ("n_group", self.n_group),
-                ("topk_group", self.topk_group),
-                ("max_position_embeddings", self.max_position_embeddings),
-            ],
-        )?;
+        let all = [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_attention_heads", self.num_attention_heads),
+            ("q_lora_rank", self.q_lora_rank.unwrap_or(1)),
+            ("kv_lora_rank", self.kv_lora_rank),
+            ("qk_nope_head_dim", self.qk_nope_head_dim),
+            ("qk_rope_head_dim", rotary_dim),
+            ("v_head_dim", self.v_head_dim),
+            ("moe_intermediate_size", self.moe_intermediate_size),
+            ("n_group", self.n_group),
+            ("topk_group", self.topk_group),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        sizes(path, &all)?;
         let experts = ("n_routed_experts", self.n_routed_experts);
         fields::experts(path, experts, self.num_experts_per_tok)?;
         self.groups().check(path, self.n_routed_experts, self.num_experts_per_tok)?;
@@ -171,9 +169,8 @@ impl DecoderConfig for Config {
         let heads = self.num_attention_heads;
         let layer = LayerSpec::latent(heads, self.kv_lora_rank, rotary_dim, of_heads);
         let (layer, n_layers) = (layer.with_options(options), self.num_hidden_layers);
-        let rope = Rope::new(rotary_dim, self.rope_theta, &self.rope_scaling);
         ModelSpec::uniform(vocab_size, hidden_size, self.max_position_embeddings, n_layers, layer)
-            .with_rope(rope)
+            .with_rope(Rope::new(rotary_dim, self.rope_theta, &self.rope_scaling))
     }
 
     fn tied_head(&self) -> bool {

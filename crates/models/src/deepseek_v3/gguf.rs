@@ -47,6 +47,7 @@ impl Config {
             let note = "the file has no expert_group_count, so experts of all groups compete";
             weights.notes().push(format!("{}: {note}", path.display()));
         }
+        let dense_layers = metadata.optional_size("leading_dense_block_count")?;
         Ok(Self {
             vocab_size: weights.rows("embed_tokens.weight")?,
             hidden_size: metadata.size("embedding_length")?,
@@ -60,9 +61,7 @@ impl Config {
             qk_rope_head_dim: rotary_dim,
             v_head_dim: channels("value")?,
             rope_interleave: true,
-            first_k_dense_replace: metadata
-                .optional_size("leading_dense_block_count")?
-                .unwrap_or(0),
+            first_k_dense_replace: dense_layers.unwrap_or(0),
             n_routed_experts: metadata.size("expert_count")?,
             moe_intermediate_size: metadata.size("expert_feed_forward_length")?,
             n_shared_experts: metadata.optional_size("expert_shared_count")?.unwrap_or(0),
