@@ -56,7 +56,8 @@ fn requests(n: usize, ids: &[u32], rng: &mut StdRng) -> Vec<Request> {
             prompt.extend(prompt[..copied].to_vec());
         }
         let leaves = rng.random_range(0..5) == 0;
-        let leaves_after = leaves.then(|| rng.random_range(0..400));
+        // A client that takes nothing may leave before its text starts, which is then not counted.
+        let leaves_after = leaves.then(|| rng.random_range(1..400));
         Request { prompt, max_tokens: rng.random_range(1..40), leaves_after }
     };
     (0..n).map(|_| request()).collect()
