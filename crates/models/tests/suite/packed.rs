@@ -323,7 +323,9 @@ fn experts_are_picked_on_a_gpu<T: Target>(gpu: &On<T>) {
         let is_latent = on_cpu.spec().layers.iter().any(|layer| layer.latent.is_some());
         assert_eq!(on_gpu.weight_bytes() == on_cpu.weight_bytes(), !is_latent);
         assert_eq!(on_gpu.n_weights(), on_cpu.n_weights());
+        // The CPU has experts in one range of a GGUF file.
         assert!(on_gpu.decoder().captures());
+        assert_eq!(on_cpu.decoder().captures(), path.is_file(), "{path:?}");
         let config = KvCacheConfig::float().with_capacity(20);
         let [mut expected, mut launched, mut replayed] =
             [(&on_cpu, &device()), (&on_gpu, &**gpu), (&on_gpu, &**gpu)]
