@@ -109,19 +109,12 @@ pub(super) fn pick_each(
 ) -> Result<Vec<Option<Result<u32>>>> {
     let vocab = logits.dims()[1];
     let device = logits.device();
-    let mut rows = None;
     let mut picked: Vec<_> = texts.iter().map(|_| None).collect();
-    let mut cursors = vec![];
+    let (mut cursors, mut on_host) = (vec![], vec![]);
     for (i, waiting) in texts.into_iter().enumerate() {
         let Some(Waiting { picker, text }) = waiting else { continue };
         match picker {
-            Picker::Host(sampler) => {
-                if rows.is_none() {
-                    rows = Some(read(logits.clone())?);
-                }
-                let row = rows.iter().flat_map(|rows| rows.chunks_exact(vocab)).nth(i);
-                picked[i] = Some(sampler.pick(row.unwrap_or(&[]), text));
-            }
+            Picker::Host(sampler) => on_host.push((i, sampler, text)),
             Picker::Device(draw) => {
                 // The random stream depends on the position of the last token, as in a captured
                 // step.
@@ -130,6 +123,14 @@ pub(super) fn pick_each(
                 cursor.advance(logits.clone().narrow(0, i, 1), draw)?;
                 cursors.push((i, cursor));
             }
+        }
+    }
+    if !on_host.is_empty() {
+        // Moved: the CPU would copy logits that are still in use.
+        let rows = read(logits)?;
+        for (i, sampler, text) in on_host {
+            let row = rows.chunks_exact(vocab).nth(i);
+            picked[i] = Some(sampler.pick(row.unwrap_or(&[]), text));
         }
     }
     let (indices, mut cursors): (Vec<_>, Vec<_>) = cursors.into_iter().unzip();
