@@ -159,6 +159,7 @@ macro_rules! formats {
                         }
                     )+
                     $($crate::formats::WeightFormat::$float => {
+                        #[allow(dead_code, reason = "some callers only need the other type")]
                         type $d W = $crate::formats::$float_folder::unpack::$float_type;
                         $d other
                     })+

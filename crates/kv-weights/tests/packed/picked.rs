@@ -46,10 +46,13 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                 let x = rng.normals(n * of_token * columns);
                 let input = floats(&x, [n, of_token, columns], device);
                 let numbers = ints(&picked, [n, per_token], device);
-                let of = |experts| {
+                let rounded = |experts, activations| {
                     let (input, numbers) = (input.clone(), numbers.clone());
-                    project_picked(input, experts, numbers, Activations::Exact).unwrap()
+                    project_picked(input, experts, numbers, activations).unwrap()
                 };
+                let of = |experts| rounded(experts, Activations::Exact);
+                let integers = [Activations::Int16, Activations::Int8];
+                let integers = integers.map(|activations| host(rounded(&packed, activations)));
                 let y = of(&packed);
                 assert_eq!(y.dims(), [n, per_token, rows]);
                 let y = host(y);
@@ -72,6 +75,18 @@ fn each_pick_is_a_product_with_its_expert(device: &Device) {
                         error <= 1e-5 * size,
                         "{format} of {n_experts} experts, {n} tokens: {i}: {got}, not {sum}"
                     );
+                    // The largest of 32 activations is at most five times their mean magnitude, and
+                    // rounding is off by at most half a step.
+                    for (integers, largest) in integers.iter().zip([32639.0, 127.0]) {
+                        let error = (f64::from(integers[i]) - sum).abs();
+                        let tolerance = 5.0 * 0.5 / largest + 1e-5;
+                        assert!(
+                            error <= tolerance * size,
+                            "{format} of {n_experts} experts, {n} tokens, integers to {largest}: \
+                             {i}: {}, not {sum}",
+                            integers[i]
+                        );
+                    }
                 }
             }
         }

@@ -20,6 +20,7 @@ mod integers;
 mod native;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod picked;
 mod portable;
 mod stacked;
 mod tuning;
@@ -37,7 +38,6 @@ use burn::{
     tensor::{DType, TensorData},
 };
 use burn_flex::FlexTensor;
-use kv_device::threads::in_parts;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use instructions::Instructions;
@@ -45,7 +45,6 @@ use integers::Integers;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use native::Native;
 use stacked::Stacked;
-use tuning::PARALLEL;
 
 use super::composed;
 use crate::{
@@ -97,32 +96,9 @@ impl WeightOps for Flex {
         picks: ExpertSelection,
     ) -> FloatTensor<Self> {
         let (x, words, picked) = (contiguous(x), contiguous(words), contiguous(picked));
-        let (x, words) = (x.storage::<f32>(), words.storage::<u32>());
-        let (columns, rows) = (layout.columns(), layout.rows());
-        let picked = picked.storage::<i32>();
-        let mut out = vec![0.0; picked.len() * rows];
-        // The rows of each expert are read once for all of its picks.
-        let mut slots: Vec<usize> = (0..picked.len()).collect();
-        slots.sort_by_key(|&slot| picked[slot]);
-        let experts: Vec<_> = slots.chunk_by(|&a, &b| picked[a] == picked[b]).collect();
-        let mut products = vec![vec![]; experts.len()];
-        // Few picks of many experts are divided by experts, others within an expert.
-        let by_expert = experts.len() >= rayon::current_num_threads()
-            && picked.len() < MANY * experts.len()
-            && picked.len() * rows * columns >= PARALLEL;
-        in_parts(experts.iter().zip(&mut products), by_expert, |(slots, products)| {
-            let expert = &words[picked[slots[0]] as usize * picks.stride..];
-            let blocks = &bytemuck::cast_slice::<u32, u8>(expert)[..layout.bytes()];
-            let row = |&slot: &usize| &x[slot / picks.shared * columns..][..columns];
-            let x = slots.iter().map(row).collect::<Vec<_>>().concat();
-            *products = project(&x, &Stacked::one(blocks, layout), picks.activations, None);
-        });
-        for (slots, products) in experts.into_iter().zip(&products) {
-            for (&slot, products) in slots.iter().zip(products.chunks_exact(rows)) {
-                out[slot * rows..][..rows].copy_from_slice(products);
-            }
-        }
-        tensor(out, [picked.len(), rows])
+        let (x, picked) = (x.storage::<f32>(), picked.storage::<i32>());
+        let out = picked::project(x, words.storage::<u32>(), picked, layout, picks);
+        tensor(out, [picked.len(), layout.rows()])
     }
 
     fn packed_gate(x: FloatTensor<Self>, gate: Gate) -> FloatTensor<Self> {

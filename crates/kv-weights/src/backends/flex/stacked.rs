@@ -86,17 +86,22 @@ impl<'a> Stacked<'a> {
             (blocks, out.expect("there is room for all rows"))
         });
         in_parts(pieces, parallel, |(blocks, out)| work(blocks, out));
-        if n == 1 {
-            return by_weight;
-        }
-        let mut out = Vec::with_capacity(by_weight.len());
-        for row in 0..n {
-            out.extend(by_weight[row..].iter().step_by(n));
-        }
-        out
+        transposed(by_weight, n)
     }
 
     fn bytes(&self) -> usize {
         self.parts.iter().map(|part| part.len()).sum()
     }
+}
+
+/// Transposes `[rows of weights, n]`.
+pub(super) fn transposed(by_weight: Vec<f32>, n: usize) -> Vec<f32> {
+    if n == 1 {
+        return by_weight;
+    }
+    let mut out = Vec::with_capacity(by_weight.len());
+    for row in 0..n {
+        out.extend(by_weight[row..].iter().step_by(n));
+    }
+    out
 }

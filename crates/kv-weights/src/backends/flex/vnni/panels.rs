@@ -1,15 +1,15 @@
 //! Byte products of many rows of activations.
 //!
-//! 32 rows of weights at a time are unpacked into a panel and multiplied with all activations. In a
-//! panel, the codes multiplied by one instruction are adjacent.
+//! 32 rows of weights at a time are unpacked into a panel and multiplied with all activations.
 
-use core::{arch::x86_64::*, mem::MaybeUninit};
+use core::{arch::x86_64::*, cell::RefCell, mem::MaybeUninit};
 
-use kv_device::threads::in_parts;
+use kv_device::threads::{in_parts, in_parts_with};
 
 use super::{
     activations::{BLOCK, Block, round},
     load,
+    unpack::{Columns, EMPTY, LANES, PANEL, unpack},
 };
 use crate::{
     Gate, PackedLayout,
@@ -18,32 +18,12 @@ use crate::{
         stacked::Stacked,
         tuning::{LINE, PARALLEL},
     },
-    formats::vnni::{GROUP, Groups, MOST_BYTES},
+    formats::vnni::{GROUP, Groups},
 };
 
-/// Rows of weights in a panel: two vectors.
-const PANEL: usize = 32;
-/// Rows of weights given to a thread at a time, in whole panels.
-const PART: usize = 4 * PANEL;
-/// Lanes of a vector.
-const LANES: usize = 16;
 /// Rows of activations multiplied at a time. With two vectors of integer sums and two of float sums
 /// for each, all fit into registers.
 const ROWS: usize = 6;
-
-/// 32 columns of a panel.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Columns {
-    /// Codes, four columns of each row to a word.
-    codes: [[i32; PANEL]; BLOCK / 4],
-    /// Scales of the first and second halves. With one scale per block, only the first is set.
-    scales: [[f32; PANEL]; 2],
-    mins: [f32; PANEL],
-}
-
-const EMPTY: Columns =
-    Columns { codes: [[0; PANEL]; 8], scales: [[0.0; PANEL]; 2], mins: [0.0; PANEL] };
 
 /// The output, which threads write in parts that do not overlap.
 #[derive(Clone, Copy)]
@@ -99,14 +79,12 @@ fn project_all<F: Groups, const D: usize>(x: &[Block<D>], matrix: &Stacked<'_>) 
     let mut out = Vec::<f32>::with_capacity(n * rows);
     let to = Out(out.as_mut_ptr());
     let parallel = rows * x.len() * BLOCK >= PARALLEL;
-    in_parts(matrix.pieces(PART), parallel, |(first, blocks)| {
-        let mut panel = Panel::new(layout);
-        for i in 0..panel.count(blocks) {
-            let out = to.at(first + i * PANEL);
-            // SAFETY: the processor has the instructions, as asserted. Different panels write
-            // different columns of `out`, which has `n` rows.
-            unsafe { panel.multiply::<F, D>(blocks, i, x, out, rows) };
-        }
+    let threads = if parallel { rayon::current_num_threads() } else { 1 };
+    let panels = Panels::new(layout, threads);
+    in_parts(matrix.pieces(PANEL), parallel, |(first, blocks)| {
+        // SAFETY: the processor has the instructions, as asserted. Different panels write
+        // different columns of `out`, which has `n` rows.
+        unsafe { panels.multiply::<F, D>(blocks, x, to.at(first), rows) };
     });
     // SAFETY: all products have been written.
     unsafe { out.set_len(n * rows) };
@@ -125,30 +103,29 @@ fn project_gated<F: Groups, const D: usize>(
     let n = x.len() * BLOCK / layout.columns();
     let mut out = Vec::<f32>::with_capacity(n * rows);
     let to = Out(out.as_mut_ptr());
-    let part = PART * layout.row_bytes();
+    let threads = rayon::current_num_threads();
+    let panels = Panels::new(layout, threads);
+    // The gates and ups of a panel for each row of activations, and the gated results.
+    let tiles = || (vec![0.0f32; n * 2 * PANEL], vec![MaybeUninit::uninit(); n * PANEL]);
+    let tiles = (0..threads).map(|_| tiles()).collect();
+    let part = PANEL * layout.row_bytes();
     let parts = gates.chunks(part).zip(ups.chunks(part)).enumerate();
-    in_parts(parts, true, |(part, (gates, ups))| {
-        let mut panel = Panel::new(layout);
-        // The gates and ups of a panel for each row of activations, and the gated results.
-        let mut tile = vec![0.0f32; n * 2 * PANEL];
-        let mut opened = vec![MaybeUninit::uninit(); n * PANEL];
-        for i in 0..panel.count(gates) {
-            let to_gates = tile.as_mut_ptr();
-            // SAFETY: the processor has the instructions, as asserted, and `tile` has room for both
-            // panels.
+    in_parts_with(tiles, parts, |(tile, opened), (part, (gates, ups))| {
+        let to_gates = tile.as_mut_ptr();
+        // SAFETY: the processor has the instructions, as asserted, and `tile` has room for both
+        // panels.
+        unsafe {
+            panels.multiply::<F, D>(gates, x, to_gates, 2 * PANEL);
+            panels.multiply::<F, D>(ups, x, to_gates.add(PANEL), 2 * PANEL);
+        }
+        open(tile, opened, PANEL, gate);
+        let first = part * PANEL;
+        let there = PANEL.min(rows - first);
+        for (row, opened) in opened.as_chunks::<PANEL>().0.iter().enumerate() {
+            // SAFETY: `opened` has been written. For the rest, see `project_all`.
             unsafe {
-                panel.multiply::<F, D>(gates, i, x, to_gates, 2 * PANEL);
-                panel.multiply::<F, D>(ups, i, x, to_gates.add(PANEL), 2 * PANEL);
-            }
-            open(&tile, &mut opened, PANEL, gate);
-            let first = part * PART + i * PANEL;
-            let there = PANEL.min(rows - first);
-            for (row, opened) in opened.as_chunks::<PANEL>().0.iter().enumerate() {
-                // SAFETY: `opened` has been written. For the rest, see `project_all`.
-                unsafe {
-                    let out = to.at(row * rows + first);
-                    out.copy_from_nonoverlapping(opened.as_ptr().cast(), there);
-                }
+                let out = to.at(row * rows + first);
+                out.copy_from_nonoverlapping(opened.as_ptr().cast(), there);
             }
         }
     });
@@ -157,142 +134,78 @@ fn project_gated<F: Groups, const D: usize>(
     out
 }
 
-struct Panel<'a> {
-    layout: &'a PackedLayout,
-    columns: Vec<Columns>,
+thread_local! {
+    /// The panel of this thread. Kept between products, since a new one would have to be zeroed.
+    static PANEL_OF_THREAD: RefCell<Vec<Columns>> = const { RefCell::new(Vec::new()) };
 }
 
-impl<'a> Panel<'a> {
-    fn new(layout: &'a PackedLayout) -> Self {
-        let columns = vec![EMPTY; layout.columns().next_multiple_of(GROUP) / BLOCK];
-        Self { layout, columns }
+/// The rows of a matrix, a panel at a time.
+struct Panels<'a> {
+    layout: &'a PackedLayout,
+    /// Bytes from a panel to the next one of the same thread, if all threads are equally fast.
+    stride: usize,
+}
+
+impl<'a> Panels<'a> {
+    fn new(layout: &'a PackedLayout, threads: usize) -> Self {
+        Self { layout, stride: threads * PANEL * layout.row_bytes() }
     }
 
-    fn count(&self, blocks: &[u8]) -> usize {
-        blocks.len().div_ceil(PANEL * self.layout.row_bytes())
-    }
-
-    /// Multiplies panel `i` of `blocks` with all rows of activations.
+    /// Multiplies up to 32 rows of weights with all rows of activations, and prefetches the next.
     ///
     /// # Safety
     /// The processor has the instructions. For each row of activations, with `stride` floats
-    /// between them, `out` has room for one float per row of the panel.
+    /// between them, `out` has room for one float per row of weights.
     unsafe fn multiply<F: Groups, const D: usize>(
-        &mut self,
+        &self,
         blocks: &[u8],
-        i: usize,
         x: &[Block<D>],
         out: *mut f32,
         stride: usize,
     ) {
-        let mut panels = blocks.chunks(PANEL * self.layout.row_bytes()).skip(i);
-        let [blocks, next] = [panels.next(), panels.next()].map(Option::unwrap_or_default);
-        let there = blocks.len() / self.layout.row_bytes();
-        // SAFETY: as the caller says.
-        unsafe {
-            unpack::<F>(blocks, next, self.layout, &mut self.columns);
-            let columns = &self.columns[..self.layout.columns() / BLOCK];
-            multiply_all::<F, D>(columns, x, out, stride, there);
-        }
+        let (columns, there) = (self.layout.columns(), blocks.len() / self.layout.row_bytes());
+        PANEL_OF_THREAD.with_borrow_mut(|panel| {
+            let len = columns.next_multiple_of(GROUP) / BLOCK;
+            if panel.len() < len {
+                panel.resize(len, EMPTY);
+            }
+            // SAFETY: as the caller says.
+            unsafe {
+                unpack::<F>(blocks, self.layout, &mut panel[..len]);
+                let next = Next::new(blocks, self.stride, x.len() / ROWS);
+                multiply_all::<F, D>(&panel[..columns / BLOCK], x, out, stride, there, next);
+            }
+        });
     }
 }
 
-/// Unpacks up to 32 rows. The remaining rows of the panel keep their old contents.
-///
-/// Meanwhile, the `next` blocks are prefetched: the hardware prefetcher does not follow this many
-/// rows.
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn unpack<F: Groups>(blocks: &[u8], next: &[u8], layout: &PackedLayout, panel: &mut [Columns]) {
-    let (row, columns) = (layout.row_bytes(), layout.columns());
-    let there = blocks.len() / row;
-    let rest = columns % GROUP / F::NUMBERS;
-    let share = next.len() / columns.div_ceil(GROUP) + 1;
-    for (g, panel) in panel.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        for line in next.chunks(share).nth(g).unwrap_or_default().chunks(LINE) {
-            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
-        }
-        for half in 0..PANEL / LANES {
-            let first = half * LANES;
-            let mut codes = [[_mm512_setzero_si512(); LANES]; 2];
-            let [codes_first, codes_second] = &mut codes;
-            let codes_of_rows = codes_first.iter_mut().zip(codes_second);
-            for (i, (a, b)) in codes_of_rows.enumerate().take(there.saturating_sub(first)) {
-                let from = (first + i) * row;
-                // The last group may be incomplete. Data past the row is not multiplied.
-                let group = if (g + 1) * GROUP <= columns {
-                    // SAFETY: the row has a complete group of this number.
-                    unsafe { F::group(blocks[from..from + row].as_ptr(), g) }
-                } else {
-                    let mut copy = [0u8; MOST_BYTES];
-                    let last = &blocks[from..from + row];
-                    let last = &last[row - rest * F::BYTES..];
-                    copy[..last.len()].copy_from_slice(last);
-                    assert!(F::NUMBERS <= GROUP);
-                    // SAFETY: the copy has room for all blocks of a group.
-                    unsafe { F::group(copy.as_ptr(), 0) }
-                };
-                [*a, *b] = group.codes[0];
-                put(group.scales[0], panel, |columns| &mut columns.scales[0][first + i]);
-                if F::SPAN < BLOCK {
-                    put(group.scales[1], panel, |columns| &mut columns.scales[1][first + i]);
-                }
-                if F::MINS {
-                    put(group.mins, panel, |columns| &mut columns.mins[first + i]);
-                }
-            }
-            for (which, codes) in codes.iter_mut().enumerate() {
-                transpose(codes);
-                for (i, codes) in codes.iter().enumerate() {
-                    let to = &mut panel[i / 4].codes[4 * which + i % 4][first..][..LANES];
-                    // SAFETY: the slice has 16 words.
-                    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), *codes) };
-                }
+/// Bytes to prefetch while others are multiplied: the hardware prefetcher does not follow this many
+/// rows. Lines are requested one after the other, because a processor waits for few at a time.
+struct Next {
+    line: *const u8,
+    end: *const u8,
+    /// Lines to prefetch at a time.
+    at_a_time: usize,
+}
+
+impl Next {
+    /// Describes as many bytes as `blocks`, which are `stride` after them and need not exist, to be
+    /// prefetched in `steps`.
+    fn new(blocks: &[u8], stride: usize, steps: usize) -> Self {
+        let line = blocks.as_ptr().wrapping_add(stride);
+        let at_a_time = blocks.len().div_ceil(LINE).div_ceil(steps.max(1));
+        Self { line, end: line.wrapping_add(blocks.len()), at_a_time }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn prefetch(&mut self) {
+        for _ in 0..self.at_a_time {
+            if self.line < self.end {
+                _mm_prefetch::<_MM_HINT_T1>(self.line.cast());
+                self.line = self.line.wrapping_add(LINE);
             }
         }
-    }
-}
-
-/// Writes one number per block of 32.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn put(numbers: __m256, panel: &mut [Columns; 4], to: impl Fn(&mut Columns) -> &mut f32) {
-    let mut all = [0.0f32; 4];
-    // SAFETY: the array has four floats.
-    unsafe { _mm_storeu_ps(all.as_mut_ptr(), _mm256_castps256_ps128(numbers)) };
-    for (columns, number) in panel.iter_mut().zip(all) {
-        *to(columns) = number;
-    }
-}
-
-/// Transposes 16 vectors of 16 words.
-#[inline]
-#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn transpose(rows: &mut [__m512i; LANES]) {
-    let mut t = [_mm512_setzero_si512(); LANES];
-    for i in 0..8 {
-        t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-    }
-    for i in 0..4 {
-        for j in 0..2 {
-            let (a, b) = (t[4 * i + j], t[4 * i + 2 + j]);
-            rows[4 * i + 2 * j] = _mm512_unpacklo_epi64(a, b);
-            rows[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a, b);
-        }
-    }
-    // Now row 4 i + j has word j + 4 l of rows 4 i to 4 i + 3 in its quarter l.
-    for j in 0..4 {
-        let [a, b, c, d] = [rows[j], rows[4 + j], rows[8 + j], rows[12 + j]];
-        t[j] = _mm512_shuffle_i32x4::<0x88>(a, b);
-        t[4 + j] = _mm512_shuffle_i32x4::<0xdd>(a, b);
-        t[8 + j] = _mm512_shuffle_i32x4::<0x88>(c, d);
-        t[12 + j] = _mm512_shuffle_i32x4::<0xdd>(c, d);
-    }
-    for j in 0..4 {
-        rows[j] = _mm512_shuffle_i32x4::<0x88>(t[j], t[8 + j]);
-        rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(t[j], t[8 + j]);
-        rows[4 + j] = _mm512_shuffle_i32x4::<0x88>(t[4 + j], t[12 + j]);
-        rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(t[4 + j], t[12 + j]);
     }
 }
 
@@ -308,6 +221,7 @@ unsafe fn multiply_all<F: Groups, const D: usize>(
     out: *mut f32,
     stride: usize,
     there: usize,
+    mut next: Next,
 ) {
     let n = x.len() / panel.len();
     let mut row = 0;
@@ -317,12 +231,12 @@ unsafe fn multiply_all<F: Groups, const D: usize>(
         unsafe {
             let out = out.add(row * stride);
             match n - row {
-                1 => multiply::<F, D, 1>(panel, x, out, stride, there),
-                2 => multiply::<F, D, 2>(panel, x, out, stride, there),
-                3 => multiply::<F, D, 3>(panel, x, out, stride, there),
-                4 => multiply::<F, D, 4>(panel, x, out, stride, there),
-                5 => multiply::<F, D, 5>(panel, x, out, stride, there),
-                _ => multiply::<F, D, ROWS>(panel, x, out, stride, there),
+                1 => multiply::<F, D, 1>(panel, x, out, stride, there, &mut next),
+                2 => multiply::<F, D, 2>(panel, x, out, stride, there, &mut next),
+                3 => multiply::<F, D, 3>(panel, x, out, stride, there, &mut next),
+                4 => multiply::<F, D, 4>(panel, x, out, stride, there, &mut next),
+                5 => multiply::<F, D, 5>(panel, x, out, stride, there, &mut next),
+                _ => multiply::<F, D, ROWS>(panel, x, out, stride, there, &mut next),
             }
         }
         row += ROWS;
@@ -340,10 +254,12 @@ unsafe fn multiply<F: Groups, const D: usize, const R: usize>(
     out: *mut f32,
     stride: usize,
     there: usize,
+    next: &mut Next,
 ) {
     assert!(x.len() >= R * panel.len());
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
     for (block, columns) in panel.iter().enumerate() {
+        next.prefetch();
         // SAFETY: each row of `x` has as many blocks as the panel, as asserted.
         let x = |r: usize| unsafe { x.get_unchecked(r * panel.len() + block) };
         let halves = BLOCK / F::SPAN;
