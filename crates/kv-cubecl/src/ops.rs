@@ -205,7 +205,8 @@ pub trait KvCacheOps: Backend {
     /// the query over all. With a stored position, `len` does not matter and launches do not depend
     /// on the length, so that they can be captured once and replayed; a full cache is read and not
     /// written; and a sequence whose position is below 0 takes no part: nothing of it is written or
-    /// read, its output is 0 and its log-sum-exp -inf.
+    /// read, its output is 0 and its log-sum-exp -inf. The CPU also takes several tokens, as if one
+    /// after the other, with counted positions and without rope.
     #[fusion(meta = |state, token, layout, _len, _options| {
         let (output, lse) = shapes::attention(&token.query, layout.shape().head_dim.values);
         (state.clone(), output, lse)

@@ -7,7 +7,7 @@ use crate::{
     simd::{HeadLanes, add_rows, score_rows},
 };
 
-/// Tokens that are restored together. Their rows have to stay in the L1 cache.
+/// Tokens that are restored together for products with few rows. They have to stay in the L1 cache.
 pub(crate) const TILE: usize = 32;
 
 /// Scratch memory that [`CpuCodec::score`] takes, in rows of `head_dim` elements.
@@ -43,14 +43,14 @@ pub(crate) struct PackedRun<'a> {
 impl PackedRun<'_> {
     /// Computes [`CpuCodec::score`] from restored keys.
     pub(crate) fn score_restored(&self, query: &[f32], scores: &mut [f32], n: usize) {
-        self.restored_tiles(|first, rows| {
+        self.restored_tiles(TILE, |first, rows| {
             score_rows(query, rows, &mut scores[first..], n, self.place.head_dim);
         });
     }
 
     /// Computes [`CpuCodec::add`] from restored values.
     pub(crate) fn add_restored(&self, weights: &[f32], n: usize, o: &mut [f32]) {
-        self.restored_tiles(|first, rows| {
+        self.restored_tiles(TILE, |first, rows| {
             add_rows(&weights[first..], n, rows, o, self.place.head_dim);
         });
     }
@@ -58,21 +58,22 @@ impl PackedRun<'_> {
     /// Computes [`CpuCodec::index_scores`] from restored keys.
     pub(crate) fn index_scores_restored(&self, heads: &IndexHeads<'_>, scores: &mut [f32]) {
         let (head_dim, heads) = (self.place.head_dim, heads.lanes());
-        self.restored_tiles(|first, rows| {
+        self.restored_tiles(TILE, |first, rows| {
             heads.score(rows, &mut scores[first..][..rows.len() / head_dim]);
         });
     }
 
-    /// Restores the tokens tile by tile. Passes `visit` the number of tokens before the tile, and
-    /// its rows.
-    pub(crate) fn restored_tiles(&self, mut visit: impl FnMut(usize, &[f32])) {
+    /// Restores the tokens, about `tile` at a time. Passes `visit` the number of tokens before the
+    /// tile, and its rows.
+    pub(crate) fn restored_tiles(&self, tile: usize, mut visit: impl FnMut(usize, &[f32])) {
         let Self { ref place, ref tokens, .. } = *self;
         let PackedLayout { spec, head_dim, .. } = *place;
         // A tile is whole blocks, although the run may begin and end within a block.
         let block_tokens = spec.block_tokens();
-        let step = block_tokens.max(TILE / block_tokens * block_tokens);
-        let mut tile = vec![0.0; step * head_dim];
+        let step = block_tokens.max(tile / block_tokens * block_tokens);
         let first = tokens.start / block_tokens * block_tokens;
+        let step = step.min((tokens.end - first).next_multiple_of(block_tokens));
+        let mut tile = vec![0.0; step * head_dim];
         for token in (first..tokens.end).step_by(step) {
             let (begin, count) = (tokens.start.saturating_sub(token), step.min(tokens.end - token));
             let whole = count.next_multiple_of(block_tokens);

@@ -225,6 +225,9 @@ fn many_rows_over_packed_history<T: Target>(on: &On<T>) {
         ("kmxfp4vmxfp4-r5", [6, 2], 201, 128, 11),
         ("float-s4", [3, 1], 301, 64, 9),
         ("float", [2, 1], 70, 30, 9),
+        // Several splits of few rows, and more rows than the CPU computes at a time.
+        ("float", [1, 1], 1100, 64, 5),
+        ("float", [40, 1], 300, 32, 7),
     ]) {
         let [n_heads, n_kv_heads] = heads;
         let sizes = [1, n_heads, n_kv_heads, history + chunk, head_dim];

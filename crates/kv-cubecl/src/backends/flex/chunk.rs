@@ -11,6 +11,10 @@ use super::{
 };
 use crate::{formats::flex::TILE, layout::Sides};
 
+/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
+/// pass over the codes.
+pub(super) const MANY_ROWS: usize = 16;
+
 /// Most query rows of a task.
 pub(super) const ROWS: usize = 256;
 
@@ -23,6 +27,10 @@ pub(super) const TASKS_PER_THREAD: usize = 4;
 /// Scores that are in memory at once, few enough for a core's own cache; more for long groups.
 const SCORES: usize = 1 << 16;
 
+/// Numbers that are restored at once for many rows: few enough for a core's own cache, but enough
+/// that a matrix product takes longer than its preparation.
+const RESTORED: usize = 1 << 13;
+
 /// Returns about how many tokens have their scores in memory at once, for tasks of this many rows.
 pub(super) fn block_tokens(rows: usize) -> usize {
     (SCORES / rows).max(TILE)
@@ -34,14 +42,19 @@ pub(super) struct Tiles<'a> {
     /// The scale of the scores.
     scale: f32,
     /// Scratch memory for the floats of a tile.
-    widened: Vec<f32>,
+    widened: &'a mut [f32],
     /// Products with codes, where the processor has them.
     coded: Option<Coded>,
 }
 
 impl<'a> Tiles<'a> {
-    /// For the products of `query` with the tokens of a slice.
-    pub(super) fn new(slice: &Slice<'_>, query: &'a [f32], scale: f32) -> Self {
+    /// For the products of `query` with the tokens of a slice. `widened` is scratch memory.
+    pub(super) fn new(
+        slice: &Slice<'_>,
+        query: &'a [f32],
+        scale: f32,
+        widened: &'a mut Vec<f32>,
+    ) -> Self {
         let Sides { keys, values } = slice.layout.shape().head_dim;
         let coded = match slice.layout.shape().shares_values {
             // Products with codes take all channels of a value.
@@ -51,8 +64,10 @@ impl<'a> Tiles<'a> {
                 Coded::new(layouts, query, keys, scale)
             }
         };
-        let widened = vec![0.0; TILE * keys.max(values)];
-        Self { query: Matrix::new(query, query.len() / keys, keys, keys), scale, widened, coded }
+        let query = Matrix::new(query, query.len() / keys, keys, keys);
+        let tile = TILE * keys.max(values);
+        widened.resize(if query.rows >= MANY_ROWS { RESTORED.max(tile) } else { tile }, 0.0);
+        Self { query, scale, widened, coded }
     }
 }
 

@@ -9,9 +9,9 @@ use kv_device::threads::{all_threads, in_parts, in_parts_with};
 
 use super::{
     blocks::{BLOCK, between_groups, block},
-    chunk::{self, Tiles},
+    chunk::{self, MANY_ROWS, Tiles},
     slice::Slice,
-    softmax::{Products, Softmax},
+    softmax::{Causal, Products, Softmax},
     without_overflow,
 };
 use crate::{
@@ -27,10 +27,6 @@ const MIN_SPLIT: usize = 512;
 /// Tasks per thread. More tasks balance the load, as a thread that wakes up late does fewer of
 /// them; but the first memory reads of each task are not prefetched.
 const TASKS_PER_THREAD: usize = 8;
-
-/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
-/// pass over the codes.
-const MANY_ROWS: usize = 16;
 
 /// Query rows of one slice, a split of its tokens, and the partial softmax: for each row the
 /// largest score m (in powers of 2), the sum of weights l, and the output o, which is not yet
@@ -92,6 +88,8 @@ pub(super) struct Attend<'a> {
     pub(super) tokens: usize,
     pub(super) slices: Range<usize>,
     pub(super) options: AttentionOptions,
+    /// True if the query is of the newest tokens, and each row sees no later token than its own.
+    pub(super) causal: bool,
     /// Most threads to use.
     pub(super) threads: usize,
 }
@@ -115,7 +113,7 @@ impl Attend<'_> {
         state: &CacheState<Flex>,
         factor: f32,
     ) -> (Vec<f32>, Vec<f32>) {
-        let Self { layout, len, tokens, ref slices, options, threads } = *self;
+        let Self { layout, len, tokens, ref slices, options, causal, threads } = *self;
         // The query heads of one kv head are adjacent, so its rows are one run of the query.
         let rows = n_heads / layout.shape().n_kv_heads * m;
         let head_dim = layout.shape().head_dim;
@@ -175,20 +173,24 @@ impl Attend<'_> {
         let threads = if work < MIN_SPLIT { 1 } else { threads.min(n_splits * tasks_of_split) };
         let longest = (seen / n_splits + layout.config().block_tokens()).max(sinks);
         let block = block(layout, most).min(longest);
-        let softmax = Softmax { begin, most, softcap: scores.softcap, factor };
+        let softmax = |first_row: usize| {
+            let causal = causal.then_some(Causal { tokens, queries: m, first_row });
+            Softmax { begin, most, softcap: scores.softcap, factor, causal }
+        };
         let done = |m: &mut [f32], l: &[f32], o: &mut [f32]| {
             if n_splits == 1 {
-                softmax.divide(m, l, o);
+                softmax(0).divide(m, l, o);
             }
         };
         match many {
-            true => in_parts_with(vec![(); threads], tasks, |(), task| {
+            true => in_parts_with(vec![vec![]; threads], tasks, |widened, task| {
                 let slice = Slice::new(state, layout, len, first + task.slice);
+                let first_row = task.query / key_dim % rows;
                 let query = &query[task.query..][..task.m.len() * key_dim];
-                let mut tiles = Tiles::new(&slice, query, scores.scale);
+                let mut tiles = Tiles::new(&slice, query, scores.scale, widened);
                 let mut weights = vec![0.0; task.m.len() * block];
                 let Task { tokens, m, l, o, .. } = task;
-                softmax.run(&slice, &mut tiles, tokens, &mut weights, m, l, o);
+                softmax(first_row).run(&slice, &mut tiles, tokens, &mut weights, m, l, o);
                 done(m, l, o);
             }),
             false => {
@@ -200,14 +202,14 @@ impl Attend<'_> {
                     let slice = Slice::new(state, layout, len, first + task.slice);
                     let query = &query[task.query..][..rows * key_dim];
                     let mut codes = Codes { query, scratch: tile };
-                    softmax.run(&slice, &mut codes, task.tokens, scores, task.m, task.l, o);
+                    softmax(0).run(&slice, &mut codes, task.tokens, scores, task.m, task.l, o);
                     done(task.m, task.l, o);
                     task.o.copy_from_slice(o);
                 });
             }
         }
         if n_splits > 1 {
-            softmax.merge([&mut output, &mut maxima, &mut sums], n);
+            softmax(0).merge([&mut output, &mut maxima, &mut sums], n);
         }
         output.truncate(n * value_dim);
         maxima.truncate(n);
@@ -290,7 +292,7 @@ mod tests {
         rows: usize,
         most: usize,
     ) -> (Vec<f32>, Vec<f32>) {
-        let softmax = Softmax { begin: 0, most, softcap: None, factor: 1.0 };
+        let softmax = Softmax { begin: 0, most, softcap: None, factor: 1.0, causal: None };
         let [mut m, mut l] = [vec![0.0; rows], vec![0.0; rows]];
         let mut o = vec![f32::NAN; rows * HEAD_DIM];
         let mut scores = vec![0.0; rows * block(slice.layout, most)];
@@ -331,7 +333,8 @@ mod tests {
                 // Several splits.
                 let (len, tokens, options) = (TOKENS, TOKENS, AttentionOptions::default());
                 let (layout, threads) = (&layout, rayon::current_num_threads());
-                let attend = Attend { layout, len, tokens, slices: 0..1, options, threads };
+                let attend =
+                    Attend { layout, len, tokens, slices: 0..1, options, causal: false, threads };
                 let (expected, lse) = attend.run(&query, [1, rows, 1, HEAD_DIM], &state);
 
                 let scale = core::f32::consts::LOG2_E / (HEAD_DIM as f32).sqrt();
@@ -341,7 +344,8 @@ mod tests {
                     let mut codes = Codes { query: &query, scratch: &mut scratch };
                     in_one_split(&mut codes, &slice, rows, BLOCK)
                 } else {
-                    let mut tiles = Tiles::new(&slice, &query, scale);
+                    let mut widened = vec![];
+                    let mut tiles = Tiles::new(&slice, &query, scale, &mut widened);
                     in_one_split(&mut tiles, &slice, rows, chunk::block_tokens(rows))
                 };
                 // Sums of 9000 terms in another order, each rounded to 6e-8.

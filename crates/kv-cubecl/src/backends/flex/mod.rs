@@ -16,6 +16,7 @@ mod rope;
 mod slice;
 mod softmax;
 mod sparse;
+mod steps;
 mod streaming;
 mod streaming_backward;
 
@@ -158,9 +159,10 @@ impl KvCacheOps for Flex {
         let (shape, dtype) = (dims(&query), query.dtype());
         let query = stored(floats(query), Side::Keys, &layout);
         let threads = kv_device::threads::all_threads();
-        let attend = decode::Attend { layout: &layout, len, tokens, slices, options, threads };
+        let (layout, causal) = (&layout, false);
+        let attend = decode::Attend { layout, len, tokens, slices, options, causal, threads };
         let (mut output, lse) = attend.run(query.storage(), shape, &state);
-        undo_hadamard(&mut output, &layout);
+        undo_hadamard(&mut output, layout);
         attention(output, lse, shape, layout.shape().head_dim.values, dtype)
     }
 
@@ -194,6 +196,13 @@ impl KvCacheOps for Flex {
         let Token { query, key, value, position, rope } = token;
         let (capacity, dtype) = (layout.config().capacity, query.dtype());
         let [query, key, value] = [query, key, value].map(floats);
+        let [_, _, tokens, _] = dims(&key);
+        if tokens > 1 {
+            let places = (position.into_option(), rope.into_option());
+            assert!(matches!(places, (None, None)), "positions are counted, and there is no rope");
+            let newest = steps::Newest { query, key, value, tokens, dtype };
+            return newest.step(contiguous_state(state), &layout, len, options);
+        }
         let position = position.into_option().map(contiguous);
         let counted = [len as i32];
         let positions: &[i32] = position.as_ref().map_or(&counted, |position| position.storage());
@@ -300,8 +309,8 @@ fn attend_each(
             let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
             return (vec![0.0; rows * value_dim], vec![f32::NEG_INFINITY; rows]);
         }
-        let (slices, len) = (slices.clone(), *len);
-        let attend = decode::Attend { layout, len, tokens: len, slices, options, threads };
+        let (slices, len, causal) = (slices.clone(), *len, false);
+        let attend = decode::Attend { layout, len, tokens: len, slices, options, causal, threads };
         attend.run(query.storage(), shape, state)
     });
     let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();

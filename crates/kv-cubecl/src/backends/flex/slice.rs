@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use super::cache::Floats;
 use crate::{
     CacheState,
-    formats::flex::{PackedRun, TILE},
+    formats::flex::PackedRun,
     layout::{CacheLayout, PackedLayout, Side, SideLayout},
 };
 
@@ -83,8 +83,8 @@ impl SideSlice<'_> {
     }
 
     /// Calls `visit` with the first token and the f32 rows of each run of tokens that are not
-    /// packed and have adjacent float rows. `packed` is how many tokens after the sinks are packed,
-    /// `row` the float row of a token; `widened` is scratch memory for a tile.
+    /// packed and have adjacent float rows. `widened` is scratch memory, which limits the length of
+    /// a run.
     pub(super) fn float_tiles(
         &self,
         tokens: Range<usize>,
@@ -93,13 +93,14 @@ impl SideSlice<'_> {
     ) {
         let place = &self.place;
         let head_dim = place.head_dim;
+        let most = widened.len() / head_dim;
         let first_recent = tokens.start.max(place.sinks + self.n_packed);
         for part in [tokens.start..tokens.end.min(place.sinks), first_recent..tokens.end] {
             let mut token = part.start;
             while token < part.end {
                 let first = place.row(token);
                 // A ring wraps at most once within itself.
-                let wanted = TILE.min(part.end - token);
+                let wanted = most.min(part.end - token);
                 let follows = |i: usize| place.row(token + i) == first + i;
                 let count = match follows(wanted - 1) {
                     true => wanted,
@@ -113,7 +114,8 @@ impl SideSlice<'_> {
     }
 
     /// Calls `visit` with the first token and the rows, in f32, of each tile of `packed`, then of
-    /// the tokens of `tokens` that are stored in float.
+    /// the tokens of `tokens` that are stored in float. Tiles are about as long as `widened`, the
+    /// scratch memory.
     pub(super) fn tiles(
         &self,
         tokens: Range<usize>,
@@ -123,7 +125,8 @@ impl SideSlice<'_> {
     ) {
         if let Some(run) = packed {
             let first = tokens.start + run.skipped;
-            run.restored_tiles(|at, rows| visit(first + at, rows));
+            let tile = widened.len() / self.width();
+            run.restored_tiles(tile, |at, rows| visit(first + at, rows));
         }
         self.float_tiles(tokens, widened, visit);
     }

@@ -31,6 +31,26 @@ pub(super) struct Softmax {
     pub(super) softcap: Option<f32>,
     /// The factor of [`without_overflow`](super::without_overflow).
     pub(super) factor: f32,
+    /// The tokens that each row sees, if not all.
+    pub(super) causal: Option<Causal>,
+}
+
+/// Rows of the newest tokens, which see no later token than their own.
+#[derive(Clone, Copy)]
+pub(super) struct Causal {
+    /// The number of tokens, up to and including the newest.
+    pub(super) tokens: usize,
+    /// The newest tokens that have rows, for one head after the other.
+    pub(super) queries: usize,
+    /// The rows of the kv head before the first row of the task.
+    pub(super) first_row: usize,
+}
+
+impl Causal {
+    /// Returns the number of tokens that a row sees.
+    fn seen(self, row: usize) -> usize {
+        self.tokens - (self.queries - 1 - (self.first_row + row) % self.queries)
+    }
 }
 
 impl Softmax {
@@ -48,7 +68,7 @@ impl Softmax {
         l: &mut [f32],
         o: &mut [f32],
     ) {
-        let Self { begin, most, softcap, factor } = *self;
+        let Self { begin, most, softcap, factor, causal } = *self;
         let value_dim = slice.layout.shape().head_dim.values;
         m.fill(f32::NEG_INFINITY);
         l.fill(0.0);
@@ -67,8 +87,13 @@ impl Softmax {
                     false => begin.saturating_sub(start),
                 };
                 let rows = scores.chunks_exact_mut(n).zip(o.chunks_exact_mut(value_dim));
-                for ((scores, o), (m, l)) in rows.zip(m.iter_mut().zip(l.iter_mut())) {
+                let rows = rows.zip(m.iter_mut().zip(l.iter_mut())).enumerate();
+                for (row, ((scores, o), (m, l))) in rows {
                     scores[..hidden].fill(f32::NEG_INFINITY);
+                    if let Some(causal) = causal {
+                        let seen = causal.seen(row).saturating_sub(start).min(n);
+                        scores[seen..].fill(f32::NEG_INFINITY);
+                    }
                     let maximum = simd::maximum(scores).max(*m);
                     let base = simd::finite_or_zero(maximum);
                     if *m != base {

@@ -58,7 +58,7 @@ fn place(format: KvFormat, tokens: usize, head_dim: usize) -> PackedLayout {
 /// Returns the restored rows of a run in f64.
 fn restored(run: &PackedRun<'_>) -> Vec<f64> {
     let mut all = vec![];
-    run.restored_tiles(|_, rows| all.extend(rows.iter().copied().map(f64::from)));
+    run.restored_tiles(32, |_, rows| all.extend(rows.iter().copied().map(f64::from)));
     all
 }
 
