@@ -33,13 +33,14 @@ pub struct CacheState<B: Backend> {
     pub floats: FloatTensor<B>,
 }
 
-/// One token for the caches of a batch: what is appended, and what attends.
+/// One token for the caches of a batch: what is appended, and what attends. On the CPU it may be
+/// several, with counted positions and without rope.
 #[derive(Clone, Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct Token<B: Backend> {
-    /// `[batch, n_heads, 1, head_dim]`.
+    /// `[batch, n_heads, tokens, head_dim]`.
     pub query: FloatTensor<B>,
-    /// `[batch, n_kv_heads, 1, head_dim]`.
+    /// `[batch, n_kv_heads, tokens, head_dim]`.
     pub key: FloatTensor<B>,
     /// As the key, with the channels of values.
     pub value: FloatTensor<B>,

@@ -3,8 +3,8 @@
 //! Burn's Flex backend leaves products to the gemm crate, which has a special loop for one row and
 //! copies the weights into blocks for more. For 8 rows, such as the step of a batch, the copy takes
 //! longer than the rest. This module reads each row of weights once, in place, and multiplies it
-//! with all rows while it is in the processor's cache. Burn also multiplies one row with small
-//! weights, such as those of a router, on a single thread.
+//! with all rows while it is in the processor's cache. It also multiplies a single row with small
+//! weights, such as a router's, for which Burn uses one thread.
 
 use burn::{
     backend::Flex,

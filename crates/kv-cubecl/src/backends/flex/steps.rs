@@ -10,7 +10,7 @@ use crate::{
     layout::{CacheLayout, Side, Sides},
 };
 
-/// Tokens after those of a cache, in f32.
+/// The tokens that a step appends to a cache, in f32.
 pub(super) struct Newest {
     /// `[batch, n_heads, tokens, head_dim]`.
     pub(super) query: FlexTensor,
