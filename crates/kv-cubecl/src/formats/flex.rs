@@ -10,8 +10,12 @@ use crate::{
 /// Tokens that are restored together for products with few rows. They have to stay in the L1 cache.
 pub(crate) const TILE: usize = 32;
 
+/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
+/// pass over the codes.
+pub(crate) const MANY_ROWS: usize = 16;
+
 /// Scratch memory that [`CpuCodec::score`] takes, in rows of `head_dim` elements.
-pub(crate) const SCRATCH_ROWS: usize = 8;
+pub(crate) const SCRATCH_ROWS: usize = 16;
 
 /// The heads of an indexer for one token.
 pub(crate) struct IndexHeads<'a> {
@@ -129,6 +133,12 @@ pub(crate) trait CpuCodec: Sync {
     /// Replaces `grad`, the gradient of fake-quantized `rows`, by the gradient of `rows` through
     /// the parameters: [`SteGradient::ScaleMin`](crate::SteGradient::ScaleMin).
     fn through_scales(&self, rows: &[f32], grad: &mut [f32], place: &PackedLayout);
+
+    /// Returns the number of query rows from which on products with restored tokens are faster than
+    /// with codes, by default [`MANY_ROWS`].
+    fn many_rows(&self, _place: &PackedLayout) -> usize {
+        MANY_ROWS
+    }
 
     /// Computes `scores[r * n + t] = query_r . key_t`, by default from restored keys.
     fn score(

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::{
     CacheFloat, CacheState,
-    layout::{CacheLayout, Side, Sides},
+    layout::{CacheLayout, Side, SideLayout, Sides},
 };
 
 /// Float rows of a cache in their stored type.
@@ -54,6 +54,45 @@ impl<'a> Floats<'a> {
     }
 }
 
+/// Tokens of one side in float: those that a cache of `len` tokens has not quantized yet, and a chunk
+/// of `added` tokens that follows.
+pub(super) struct FloatTokens<'a> {
+    float: CacheFloat,
+    floats: Floats<'a>,
+    slice_floats: usize,
+    pub(super) place: SideLayout,
+    chunk: &'a [f32],
+    len: usize,
+    added: usize,
+}
+
+impl<'a> FloatTokens<'a> {
+    pub(super) fn new(
+        floats: &'a FlexTensor,
+        layout: &CacheLayout,
+        side: Side,
+        chunk: &'a [f32],
+        len: usize,
+        added: usize,
+    ) -> Self {
+        let (float, place) = (layout.config().float, layout.sides()[side]);
+        let (floats, slice_floats) = (Floats::of(floats, float), layout.float_elements());
+        Self { float, floats, slice_floats, place, chunk, len, added }
+    }
+
+    /// Fills `row` with a token of a slice, as the cache stores it.
+    pub(super) fn read(&self, slice: usize, token: usize, row: &mut [f32]) {
+        match token.checked_sub(self.len) {
+            Some(token) => {
+                let start = (slice * self.added + token) * row.len();
+                row.copy_from_slice(&self.chunk[start..][..row.len()]);
+                self.float.round_all(row);
+            }
+            None => self.floats.read(slice * self.slice_floats + self.place.element(token), row),
+        }
+    }
+}
+
 /// Quantizes what leaves the residual when `chunks`, keys and values `[.., added, head_dim]`, are
 /// appended to the `len` tokens of some of the slices.
 pub(super) fn flush(
@@ -64,26 +103,15 @@ pub(super) fn flush(
     len: usize,
     added: usize,
 ) -> CacheState<Flex> {
-    let (schedule, sides, float) = (layout.schedule(), layout.sides(), layout.config().float);
+    let schedule = layout.schedule();
     let (before, after) = (schedule.counts(len), schedule.counts(len + added));
-    let floats = Floats::of(&state.floats, float);
-    let slice_floats = layout.float_elements();
     for &side in layout.stored_sides() {
-        let (place, chunk) = (&sides[side], chunks[side]);
-        let head_dim = place.head_dim;
+        let tokens = FloatTokens::new(&state.floats, layout, side, chunks[side], len, added);
+        let (place, head_dim) = (&tokens.place, tokens.place.head_dim);
         let Some(packed) = place.packed() else { continue };
         if after[side] == before[side] {
             continue;
         }
-        // A token is in its ring, or in the chunk.
-        let read = |slice: usize, token: usize, out: &mut [f32]| {
-            if token >= len {
-                out.copy_from_slice(&chunk[(slice * added + token - len) * head_dim..][..head_dim]);
-                float.round_all(out);
-                return;
-            }
-            floats.read(slice * slice_floats + place.element(token), out);
-        };
         let (spec, block_tokens) = (packed.spec, packed.spec.block_tokens());
         let words = match side {
             Side::Keys => state.keys.storage_mut::<u32>(),
@@ -100,7 +128,7 @@ pub(super) fn flush(
             let mut rows = vec![0.0; block_tokens * head_dim];
             for index in first..last {
                 for (i, row) in rows.chunks_exact_mut(head_dim).enumerate() {
-                    read(slice, schedule.sink_tokens + index * block_tokens + i, row);
+                    tokens.read(slice, schedule.sink_tokens + index * block_tokens + i, row);
                 }
                 let slot = place.packed_slot(index * block_tokens);
                 spec.format.on_cpu().quantize(&rows, words, slot, &packed);
@@ -131,7 +159,8 @@ fn for_each_slice(
     }
 }
 
-/// Writes those of the new tokens of some slices that stay in float into their slots.
+/// Writes those of the new tokens of some slices that stay in float into their slots: those from
+/// `first_kept` of the token on.
 pub(super) fn append(
     mut state: CacheState<Flex>,
     chunks: Sides<&[f32]>,
@@ -139,15 +168,15 @@ pub(super) fn append(
     slices: &Range<usize>,
     len: usize,
     added: usize,
+    first_kept: impl Fn(usize) -> Sides<usize> + Copy,
 ) -> CacheState<Flex> {
-    let (sides, kept) = (layout.sides(), layout.schedule().first_kept(len + added));
-    let slice_floats = layout.float_elements();
+    let (sides, slice_floats) = (layout.sides(), layout.float_elements());
     let both = slices
         .clone()
         .flat_map(|slice| layout.stored_sides().iter().map(move |&side| (slice, side)));
     let rows = both.flat_map(|(slice, side)| {
-        let (place, first) = (sides[side], kept[side]);
-        let stays = move |&token: &usize| token < place.sinks || token >= first;
+        let place = sides[side];
+        let stays = move |&token: &usize| token < place.sinks || token >= first_kept(token)[side];
         (len..len + added).filter(stays).map(move |token| {
             let from = (slice * added + token - len) * place.head_dim;
             let to = slice * slice_floats + place.element(token);

@@ -9,11 +9,10 @@ use super::{
     softmax::Products,
     streaming::{Matrix, matmul},
 };
-use crate::{formats::flex::TILE, layout::Sides};
-
-/// From this number of query rows on, restoring tiles and multiplying matrices is faster than one
-/// pass over the codes.
-pub(super) const MANY_ROWS: usize = 16;
+use crate::{
+    formats::flex::{MANY_ROWS, TILE},
+    layout::Sides,
+};
 
 /// Most query rows of a task.
 pub(super) const ROWS: usize = 256;

@@ -9,14 +9,15 @@ use kv_device::threads::{all_threads, in_parts, in_parts_with};
 
 use super::{
     blocks::{BLOCK, between_groups, block},
-    chunk::{self, MANY_ROWS, Tiles},
+    chunk::{self, Tiles},
     slice::Slice,
-    softmax::{Causal, Products, Softmax},
+    softmax::{Products, Softmax},
+    steps::{Causal, Pass},
     without_overflow,
 };
 use crate::{
     AttentionOptions, CacheState,
-    formats::flex::{SCRATCH_ROWS, TILE},
+    formats::flex::{MANY_ROWS, SCRATCH_ROWS, TILE},
     layout::{CacheLayout, Sides},
     simd::{add_rows, score_rows},
 };
@@ -88,8 +89,8 @@ pub(super) struct Attend<'a> {
     pub(super) tokens: usize,
     pub(super) slices: Range<usize>,
     pub(super) options: AttentionOptions,
-    /// True if the query is of the newest tokens, and each row sees no later token than its own.
-    pub(super) causal: bool,
+    /// The pass if the query is of its tokens; otherwise each row sees the cache as it is.
+    pub(super) pass: Option<&'a Pass>,
     /// Most threads to use.
     pub(super) threads: usize,
 }
@@ -113,7 +114,7 @@ impl Attend<'_> {
         state: &CacheState<Flex>,
         factor: f32,
     ) -> (Vec<f32>, Vec<f32>) {
-        let Self { layout, len, tokens, ref slices, options, causal, threads } = *self;
+        let Self { layout, len, tokens, ref slices, options, pass, threads } = *self;
         // The query heads of one kv head are adjacent, so its rows are one run of the query.
         let rows = n_heads / layout.shape().n_kv_heads * m;
         let head_dim = layout.shape().head_dim;
@@ -126,6 +127,7 @@ impl Attend<'_> {
         let begin = schedule.begin(tokens);
 
         let many = rows >= MANY_ROWS || layout.shape().shares_values;
+        let restores = layout.shape().shares_values || rows >= many_rows(layout);
         let (task_rows, fewest, most, tasks_per_thread) = match many {
             true => {
                 let rows = rows.min(chunk::ROWS);
@@ -173,24 +175,25 @@ impl Attend<'_> {
         let threads = if work < MIN_SPLIT { 1 } else { threads.min(n_splits * tasks_of_split) };
         let longest = (seen / n_splits + layout.config().block_tokens()).max(sinks);
         let block = block(layout, most).min(longest);
-        let softmax = |first_row: usize| {
-            let causal = causal.then_some(Causal { tokens, queries: m, first_row });
-            Softmax { begin, most, softcap: scores.softcap, factor, causal }
-        };
+        let softmax = Softmax { begin, most, softcap: scores.softcap, factor, causal: None };
         let done = |m: &mut [f32], l: &[f32], o: &mut [f32]| {
             if n_splits == 1 {
-                softmax(0).divide(m, l, o);
+                softmax.divide(m, l, o);
             }
         };
-        match many {
+        match restores {
             true => in_parts_with(vec![vec![]; threads], tasks, |widened, task| {
                 let slice = Slice::new(state, layout, len, first + task.slice);
-                let first_row = task.query / key_dim % rows;
-                let query = &query[task.query..][..task.m.len() * key_dim];
+                let Task { slice: index, query: start, tokens, m, l, o } = task;
+                let query = &query[start..][..m.len() * key_dim];
                 let mut tiles = Tiles::new(&slice, query, scores.scale, widened);
-                let mut weights = vec![0.0; task.m.len() * block];
-                let Task { tokens, m, l, o, .. } = task;
-                softmax(first_row).run(&slice, &mut tiles, tokens, &mut weights, m, l, o);
+                let mut weights = vec![0.0; m.len() * block];
+                let causal = pass.map(|pass| {
+                    let (slice, first_row) = (first + index, start / key_dim % rows);
+                    Causal { pass, slice, query, scale: scores.scale, first_row }
+                });
+                let softmax = Softmax { causal, ..softmax };
+                softmax.run(&slice, &mut tiles, tokens, &mut weights, m, l, o);
                 done(m, l, o);
             }),
             false => {
@@ -202,14 +205,19 @@ impl Attend<'_> {
                     let slice = Slice::new(state, layout, len, first + task.slice);
                     let query = &query[task.query..][..rows * key_dim];
                     let mut codes = Codes { query, scratch: tile };
-                    softmax(0).run(&slice, &mut codes, task.tokens, scores, task.m, task.l, o);
+                    let causal = pass.map(|pass| {
+                        let slice = first + task.slice;
+                        Causal { pass, slice, query, scale: 1.0, first_row: 0 }
+                    });
+                    let softmax = Softmax { causal, ..softmax };
+                    softmax.run(&slice, &mut codes, task.tokens, scores, task.m, task.l, o);
                     done(task.m, task.l, o);
                     task.o.copy_from_slice(o);
                 });
             }
         }
         if n_splits > 1 {
-            softmax(0).merge([&mut output, &mut maxima, &mut sums], n);
+            softmax.merge([&mut output, &mut maxima, &mut sums], n);
         }
         output.truncate(n * value_dim);
         maxima.truncate(n);
@@ -232,6 +240,12 @@ pub(super) fn of_each<T: Send>(
     let tasks = sequences.iter().zip(&mut results);
     in_parts(tasks, true, |(sequence, result)| *result = Some(attend(sequence, 1)));
     results.into_iter().flatten().collect()
+}
+
+/// Returns the number of query rows from which on tokens are restored.
+fn many_rows(layout: &CacheLayout) -> usize {
+    let packed = layout.sides().into_array().into_iter().filter_map(|side| side.packed());
+    packed.map(|place| place.spec.format.on_cpu().many_rows(&place)).min().unwrap_or(MANY_ROWS)
 }
 
 /// Products with codes, for few rows.
@@ -334,7 +348,7 @@ mod tests {
                 let (len, tokens, options) = (TOKENS, TOKENS, AttentionOptions::default());
                 let (layout, threads) = (&layout, rayon::current_num_threads());
                 let attend =
-                    Attend { layout, len, tokens, slices: 0..1, options, causal: false, threads };
+                    Attend { layout, len, tokens, slices: 0..1, options, pass: None, threads };
                 let (expected, lse) = attend.run(&query, [1, rows, 1, HEAD_DIM], &state);
 
                 let scale = core::f32::consts::LOG2_E / (HEAD_DIM as f32).sqrt();

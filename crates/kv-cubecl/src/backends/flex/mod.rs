@@ -144,7 +144,8 @@ impl KvCacheOps for Flex {
         let chunks = Sides { keys: key.storage(), values: value.storage() };
         let (state, slices) = (contiguous_state(state), 0..layout.slices());
         let state = cache::flush(state, chunks, &layout, &slices, len, added);
-        cache::append(state, chunks, &layout, &slices, len, added)
+        let kept = layout.schedule().first_kept(len + added);
+        cache::append(state, chunks, &layout, &slices, len, added, |_| kept)
     }
 
     fn decode_attention(
@@ -159,8 +160,8 @@ impl KvCacheOps for Flex {
         let (shape, dtype) = (dims(&query), query.dtype());
         let query = stored(floats(query), Side::Keys, &layout);
         let threads = kv_device::threads::all_threads();
-        let (layout, causal) = (&layout, false);
-        let attend = decode::Attend { layout, len, tokens, slices, options, causal, threads };
+        let (layout, pass) = (&layout, None);
+        let attend = decode::Attend { layout, len, tokens, slices, options, pass, threads };
         let (mut output, lse) = attend.run(query.storage(), shape, &state);
         undo_hadamard(&mut output, layout);
         attention(output, lse, shape, layout.shape().head_dim.values, dtype)
@@ -224,7 +225,8 @@ impl KvCacheOps for Flex {
             let mut len = usize::try_from(position).unwrap_or(0);
             if position >= 0 && len < capacity {
                 state = cache::flush(state, chunks, &layout, &slices, len, 1);
-                state = cache::append(state, chunks, &layout, &slices, len, 1);
+                let kept = layout.schedule().first_kept(len + 1);
+                state = cache::append(state, chunks, &layout, &slices, len, 1, |_| kept);
                 len += 1;
             }
             sequences.push((slices, len.min(capacity)));
@@ -309,8 +311,8 @@ fn attend_each(
             let rows = slices.len() * shape[1] / layout.shape().n_kv_heads;
             return (vec![0.0; rows * value_dim], vec![f32::NEG_INFINITY; rows]);
         }
-        let (slices, len, causal) = (slices.clone(), *len, false);
-        let attend = decode::Attend { layout, len, tokens: len, slices, options, causal, threads };
+        let (slices, len, pass) = (slices.clone(), *len, None);
+        let attend = decode::Attend { layout, len, tokens: len, slices, options, pass, threads };
         attend.run(query.storage(), shape, state)
     });
     let (outputs, lses): (Vec<_>, Vec<_>) = attentions.into_iter().unzip();

@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 
-use super::{blocks::block_end, scale_weights, slice::Slice};
+use super::{blocks::block_end, scale_weights, slice::Slice, steps::Causal};
 use crate::simd;
 
 /// Products of query rows with the keys and values of a slice.
@@ -22,7 +22,8 @@ pub(super) trait Products {
 }
 
 /// A softmax over tokens that come block by block.
-pub(super) struct Softmax {
+#[derive(Clone, Copy)]
+pub(super) struct Softmax<'a> {
     /// The first token that is seen, apart from sinks.
     pub(super) begin: usize,
     /// About the tokens of a block.
@@ -31,29 +32,11 @@ pub(super) struct Softmax {
     pub(super) softcap: Option<f32>,
     /// The factor of [`without_overflow`](super::without_overflow).
     pub(super) factor: f32,
-    /// The tokens that each row sees, if not all.
-    pub(super) causal: Option<Causal>,
+    /// What each row sees, if not all see the same.
+    pub(super) causal: Option<Causal<'a>>,
 }
 
-/// Rows of the newest tokens, which see no later token than their own.
-#[derive(Clone, Copy)]
-pub(super) struct Causal {
-    /// The number of tokens, up to and including the newest.
-    pub(super) tokens: usize,
-    /// The newest tokens that have rows, for one head after the other.
-    pub(super) queries: usize,
-    /// The rows of the kv head before the first row of the task.
-    pub(super) first_row: usize,
-}
-
-impl Causal {
-    /// Returns the number of tokens that a row sees.
-    fn seen(self, row: usize) -> usize {
-        self.tokens - (self.queries - 1 - (self.first_row + row) % self.queries)
-    }
-}
-
-impl Softmax {
+impl Softmax<'_> {
     /// Attends to the tokens of a task. Each run of them starts
     /// [between groups](super::blocks::between_groups). `scores` is scratch memory for the scores
     /// of a block.
@@ -79,6 +62,9 @@ impl Softmax {
                 let n = end - start;
                 let scores = &mut scores[..m.len() * n];
                 products.score(slice, start..end, scores);
+                if let Some(causal) = &causal {
+                    causal.score(start..end, scores);
+                }
                 if let Some(cap) = softcap {
                     simd::softcap(scores, cap);
                 }
@@ -90,7 +76,7 @@ impl Softmax {
                 let rows = rows.zip(m.iter_mut().zip(l.iter_mut())).enumerate();
                 for (row, ((scores, o), (m, l))) in rows {
                     scores[..hidden].fill(f32::NEG_INFINITY);
-                    if let Some(causal) = causal {
+                    if let Some(causal) = &causal {
                         let seen = causal.seen(row).saturating_sub(start).min(n);
                         scores[seen..].fill(f32::NEG_INFINITY);
                     }
@@ -104,6 +90,9 @@ impl Softmax {
                     *l += simd::exp2_minus_max(scores, base);
                     scale_weights(scores, factor);
                     *m = maximum;
+                }
+                if let Some(causal) = &causal {
+                    causal.add(start..end, scores, o);
                 }
                 products.add(slice, start + hidden..end, &scores[hidden..], n, o);
                 start = end;

@@ -2,7 +2,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{DIGITS, LANES, ROWS};
+use super::{DIGITS, LANES};
 
 /// The integer that the largest factor of a row is scaled to. Its sum with [`ZERO`] is below
 /// 2^23, also when rounded up.
@@ -25,10 +25,10 @@ const SMALLEST: f32 = 1e-30;
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(crate) fn to_digits<const N: usize>(
     n: usize,
-    largest: [f32; ROWS],
+    largest: [f32; N],
     scaled: &mut [f32],
     stride: usize,
-) -> [f32; ROWS] {
+) -> [f32; N] {
     assert!((N - 1) * stride + n.next_multiple_of(LANES) <= scaled.len());
     let largest = largest.map(|largest| largest.max(SMALLEST));
     let per_unit = largest.map(|largest| LARGEST / largest);
@@ -56,17 +56,31 @@ pub(crate) fn to_digits<const N: usize>(
 /// Selects the operation of `vrangeps`: the larger magnitude of two elements, as a positive number.
 pub(crate) const LARGER_MAGNITUDE: i32 = 0b1011;
 
-/// Reduces each of four vectors to one number.
+/// Reduces each vector to one number, four at a time.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(crate) fn across(rows: [__m512; ROWS], with: impl Fn(__m512, __m512) -> __m512) -> [f32; ROWS] {
+pub(crate) fn across<const N: usize>(
+    rows: [__m512; N],
+    with: impl Fn(__m512, __m512) -> __m512,
+) -> [f32; N] {
+    let mut out = [0.0; N];
+    for (rows, out) in rows.chunks(4).zip(out.chunks_mut(4)) {
+        let row = |i: usize| rows.get(i).copied().unwrap_or(rows[0]);
+        out.copy_from_slice(&across_four([row(0), row(1), row(2), row(3)], &with)[..out.len()]);
+    }
+    out
+}
+
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn across_four(rows: [__m512; 4], with: impl Fn(__m512, __m512) -> __m512) -> [f32; 4] {
     let [a, b, c, d] = rows;
     let ab = with(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     let cd = with(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     let lanes = with(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xee>(ab, cd));
     let halves = with(lanes, _mm512_shuffle_f32x4::<0x4e>(lanes, lanes));
     let whole = with(halves, _mm512_shuffle_f32x4::<0xb1>(halves, halves));
-    let mut out = [0.0; ROWS];
+    let mut out = [0.0; 4];
     // SAFETY: the array has four floats.
     unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps128(whole)) };
     out

@@ -1,5 +1,7 @@
 //! Guesses from earlier occurrences of the last tokens in the text.
 
+use std::collections::HashMap;
+
 use super::{
     drafter::Drafter,
     pace::{Pace, Share},
@@ -11,7 +13,8 @@ const LONGEST: usize = 32;
 
 /// Guesses that the text goes on as it did after the longest earlier occurrence of its last
 /// tokens, the latest of equally long ones. After a long one that ends in a wrong guess, it may go
-/// on after the token that has changed.
+/// on after the token that has changed. If a token changed before, as in code with a variable
+/// renamed, it may change again in the same way.
 ///
 /// Each token of the text says whether such a guess was right, even if it was not made. So the
 /// shares of right guesses, by the number of equal tokens, are known without cost, and prose is
@@ -22,6 +25,10 @@ pub(super) struct Lookup {
     found: Option<Occurrence>,
     /// By [`Occurrence::class`].
     shares: [Share; 7],
+    /// For tokens of long occurrences that changed, what came instead the last time.
+    changes: HashMap<u32, u32>,
+    /// The share of such tokens that change in the same way, of those that do so or stay.
+    change_again: Share,
 }
 
 /// An earlier occurrence of the last tokens.
@@ -39,10 +46,10 @@ struct Occurrence {
 const LONG: usize = 9;
 
 impl Occurrence {
-    /// Returns the class of a guess after `more` right guesses: by the number of equal tokens, 1,
-    /// 2, 3 and 4, 5 to 8, or more; and after a changed token none, or 1 to 8.
-    fn class(&self, more: usize) -> usize {
-        match (self.len + more, self.after_change) {
+    /// Returns the class of the next guess: by the number of equal tokens, 1, 2, 3 and 4, 5 to 8,
+    /// or more; and after a changed token none, or 1 to 8.
+    fn class(&self) -> usize {
+        match (self.len, self.after_change) {
             (0, _) => 5,
             (1..LONG, true) => 6,
             (1, _) => 0,
@@ -53,8 +60,14 @@ impl Occurrence {
         }
     }
 
+    /// Returns the occurrence that goes on by an equal token.
     fn next(self) -> Self {
         Self { next: self.next + 1, len: (self.len + 1).min(LONGEST), ..self }
+    }
+
+    /// Returns the occurrence that goes on after a token that has changed.
+    fn changed(self) -> Self {
+        Self { next: self.next + 1, len: 0, after_change: true }
     }
 }
 
@@ -64,10 +77,17 @@ impl Lookup {
             text: text.to_vec(),
             found: None,
             // Too low for a guess, so that a text that does not repeat itself is not slowed down.
-            shares: [0.05, 0.1, 0.3, 0.4, 0.75, 0.7, 0.8].map(Share::known),
+            shares: [0.05, 0.1, 0.3, 0.4, 0.62, 0.65, 0.75].map(Share::known),
+            changes: HashMap::new(),
+            change_again: Share::unknown(0.5),
         };
         lookup.found = lookup.search();
         lookup
+    }
+
+    /// Returns whether tokens that changed once are expected to change again.
+    fn expects_changes(&self) -> bool {
+        self.change_again.right() >= 0.5
     }
 
     /// Finds the longest earlier occurrence of the last tokens.
@@ -91,40 +111,56 @@ impl Lookup {
 
 impl Drafter for Lookup {
     fn push(&mut self, id: u32) {
-        let guessed = self.found.map(|found| (found, self.text[found.next]));
+        let expected = self.found.map(|found| (found, self.text[found.next]));
         self.text.push(id);
-        let Some((found, guess)) = guessed else {
+        let Some((found, old)) = expected else {
             self.found = self.search();
             return;
         };
-        self.shares[found.class(0)].add(guess == id);
-        self.found = match guess == id {
+        let new = self.changes.get(&old).copied();
+        if new.is_none() || !self.expects_changes() {
+            self.shares[found.class()].add(old == id);
+        }
+        if new.is_some() && [Some(old), new].contains(&Some(id)) {
+            self.change_again.add(new == Some(id));
+        }
+        self.found = if id == old {
+            self.changes.remove(&old);
             // No other occurrence can be longer, except after a change.
-            true => Some(found.next()),
-            false => {
-                let changed = Occurrence { len: 0, after_change: true, ..found.next() };
-                let another = self.search();
-                match another.is_none_or(|another| another.len <= 2) && found.len >= LONG {
-                    true => Some(changed),
-                    false => another,
+            Some(found.next())
+        } else if new == Some(id) {
+            Some(found.changed())
+        } else {
+            let another = self.search();
+            match another.is_none_or(|another| another.len <= 2) && found.len >= LONG {
+                true => {
+                    self.changes.insert(old, id);
+                    Some(found.changed())
                 }
+                false => another,
             }
         };
     }
 
     fn draft(&mut self, most: usize, pace: Pace) -> Result<Vec<u32>> {
-        let Some(found) = self.found else { return Ok(vec![]) };
-        let shares = (0..most).map(|i| self.shares[found.class(i)].right());
-        let mut guesses: Vec<u32> = vec![];
-        for i in 0..pace.best(shares, 0.0) {
+        let Some(mut found) = self.found else { return Ok(vec![]) };
+        let (mut guesses, mut shares) = (vec![], vec![]);
+        for _ in 0..most {
             // After the end, a repetition goes on with the guesses.
-            let next = found.next + i;
-            let guess = match next.checked_sub(self.text.len()) {
-                None => self.text[next],
+            let old = match found.next.checked_sub(self.text.len()) {
+                None => self.text[found.next],
                 Some(guessed) => guesses[guessed],
             };
+            let new = self.changes.get(&old).filter(|_| self.expects_changes());
+            let (guess, share, next) = match new {
+                None => (old, self.shares[found.class()], found.next()),
+                Some(&new) => (new, self.change_again, found.changed()),
+            };
             guesses.push(guess);
+            shares.push(share.right());
+            found = next;
         }
+        guesses.truncate(pace.best(shares, 0.0));
         Ok(guesses)
     }
 }
@@ -213,6 +249,23 @@ mod tests {
         let guesses = lookup.draft(15, pace()).unwrap();
         assert!(guesses.len() > 3, "right after the change: {guesses:?}");
         assert_eq!(guesses, (140..140 + guesses.len() as u32).collect::<Vec<_>>());
+    }
+
+    /// In the copy, 7 is 777. Where it is 7 again, later ones are expected to stay.
+    #[test]
+    fn a_token_that_changed_is_expected_to_change_again() {
+        let once: Vec<u32> = (0..200).map(|id| if id % 20 == 19 { 7 } else { 1000 + id }).collect();
+        let mut lookup = Lookup::new(&once);
+        let expected = |id: u32| if id == 7 { 777 } else { id };
+        once[..155].iter().for_each(|&id| lookup.push(expected(id)));
+        let guesses = lookup.draft(15, pace()).unwrap();
+        assert!(guesses.len() > 6, "{guesses:?}");
+        let after: Vec<u32> = once[155..].iter().copied().map(expected).collect();
+        assert_eq!(guesses, after[..guesses.len()], "with the change in its middle");
+        once[155..190].iter().for_each(|&id| lookup.push(id));
+        let guesses = lookup.draft(15, pace()).unwrap();
+        assert!(guesses.len() > 9, "{guesses:?}");
+        assert_eq!(guesses[..10], once[190..], "without a change");
     }
 
     #[test]

@@ -62,6 +62,10 @@ impl CpuCodec for Affine {
         quantize::through_scales(rows, grad, place.head_dim, &place.spec);
     }
 
+    fn many_rows(&self, place: &PackedLayout) -> usize {
+        sums::many_rows(place)
+    }
+
     fn score(
         &self,
         keys: &PackedRun<'_>,

@@ -5,9 +5,8 @@ use crate::formats::flex::SCRATCH_ROWS;
 
 /// Most query rows computed together, so that each word is unpacked once for all of them.
 ///
-/// With more rows, their sums no longer fit into 16 vector registers. Each row takes two rows of
-/// scratch memory.
-pub(super) const MAX_ROWS: usize = SCRATCH_ROWS / 2;
+/// With more rows, their sums no longer fit into 16 vector registers.
+pub(super) const MAX_ROWS: usize = 4;
 
 /// Tokens of values per tile: their folded weights have to stay in the L1 cache.
 pub(super) const TILE: usize = 128;
@@ -23,11 +22,15 @@ pub(in crate::formats) struct AddScratch {
     pub(super) words: [u32; widened(TILE_WORDS)],
     pub(super) params: [u32; TILE],
     /// Weights times scales of each row.
-    pub(super) folded: [[f32; TILE]; MAX_ROWS],
+    pub(super) folded: [[f32; TILE]; SCRATCH_ROWS / 2],
 }
 
 impl Default for AddScratch {
     fn default() -> Self {
-        Self { words: [0; widened(TILE_WORDS)], params: [0; TILE], folded: [[0.0; TILE]; MAX_ROWS] }
+        Self {
+            words: [0; widened(TILE_WORDS)],
+            params: [0; TILE],
+            folded: [[0.0; TILE]; SCRATCH_ROWS / 2],
+        }
     }
 }

@@ -5,7 +5,7 @@ use macerator::{Arch, Simd, WithSimd};
 use super::{
     super::{
         quantize::{dequantize_slice, quantize_slice},
-        tile::AddScratch,
+        tile::{AddScratch, MAX_ROWS},
         vnni,
     },
     add_rows_impl, score_rows_impl,
@@ -142,11 +142,12 @@ fn packed(spec: &QuantSpec, tokens: usize, head_dim: usize) -> (Vec<u32>, Vec<f3
     (words, restored)
 }
 
-/// Returns the results of the kernels for each vector extension that this CPU has.
+/// Returns the results of the kernels for each vector extension that this CPU has and that computes
+/// as many rows together.
 fn on_every_extension<const BITS: usize, const ROWS: usize>(
     kernels: Kernels<'_, BITS, ROWS>,
 ) -> Vec<(String, [Vec<f32>; 2])> {
-    let archs = ARCHS.into_iter().filter(|arch| available(*arch));
+    let archs = ARCHS.into_iter().filter(|arch| available(*arch) && ROWS <= MAX_ROWS);
     // SAFETY: the CPU has the extension.
     let in_floats = archs.map(|arch| (format!("{arch:?}"), unsafe { arch.dispatch(kernels) }));
     let in_integers = simd::vnni::available().then(|| ("VNNI".to_owned(), kernels.in_integers()));
@@ -210,6 +211,10 @@ fn sums_over_codes_equal_sums_over_restored_tokens_in_every_shape() {
     check::<4, 4>(16, 16);
     check::<8, 1>(256, 128);
     check::<8, 2>(48, 16);
+    check::<2, 5>(64, 16);
+    check::<3, 7>(96, 32);
+    check::<4, 8>(64, 32);
+    check::<8, 6>(32, 32);
 }
 
 /// The scratch memory in which values are widened has room for lines up to some length.

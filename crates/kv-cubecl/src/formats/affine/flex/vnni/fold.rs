@@ -2,16 +2,16 @@
 
 use core::arch::x86_64::*;
 
-use super::super::{parameters::WIDEN, tile::MAX_ROWS};
+use super::super::parameters::WIDEN;
 use crate::simd::vnni::{LANES, LARGER_MAGNITUDE, across, first_lanes};
 
 /// The sums that [`fold`] returns for the factors of a group, for each query row.
 #[derive(Clone, Copy)]
-pub(super) struct Folded {
+pub(super) struct Folded<const ROWS: usize> {
     /// Sum of factor times minimum.
-    pub(super) base: [f32; MAX_ROWS],
+    pub(super) base: [f32; ROWS],
     /// Largest magnitude of factor times scale.
-    pub(super) largest: [f32; MAX_ROWS],
+    pub(super) largest: [f32; ROWS],
 }
 
 /// Multiplies `ROWS` rows of `n` factors (`stride` apart) by their scales, and writes them to
@@ -29,10 +29,10 @@ pub(super) fn fold<const ROWS: usize>(
     stride: usize,
     scaled: &mut [f32],
     scaled_stride: usize,
-) -> Folded {
+) -> Folded<ROWS> {
     assert!((ROWS - 1) * stride + n <= factors.len());
     assert!((ROWS - 1) * scaled_stride + n.next_multiple_of(LANES) <= scaled.len());
-    let [mut base, mut largest] = [[_mm512_setzero_ps(); MAX_ROWS]; 2];
+    let [mut base, mut largest] = [[_mm512_setzero_ps(); ROWS]; 2];
     for first in (0..n).step_by(LANES) {
         let (scale, min) = unpack_parameters(params(first));
         let wanted = first_lanes(n - first);

@@ -12,10 +12,10 @@ use core::{arch::x86_64::*, mem};
 
 use super::{
     codes::{CodeLayout, Terms},
-    tile::{AddScratch, MAX_ROWS, TILE, TILE_WORDS},
+    tile::{AddScratch, TILE, TILE_WORDS},
 };
 use crate::{
-    formats::QuantSpec,
+    formats::{QuantSpec, flex::SCRATCH_ROWS},
     simd::{
         self,
         vnni::{LANES, QUAD, available, to_digits},
@@ -23,6 +23,10 @@ use crate::{
 };
 use codes::{Codes, load};
 use fold::{Folded, fold};
+
+/// Most query rows computed together: their sums and what multiplies them fit into 32 vector
+/// registers. Each row takes two rows of scratch memory.
+pub(super) const MAX_ROWS: usize = SCRATCH_ROWS / 2;
 
 /// Returns whether this processor has the instructions and the kernels support the shape.
 pub(super) fn serves(spec: &QuantSpec, head_dim: usize) -> bool {
@@ -103,8 +107,8 @@ fn score<const BITS: usize, const ROWS: usize>(
     // two are independent, so the processor can overlap them. That hides the latency of the largest
     // factor of a group, which its digits need.
     let (mut digits, mut scaled) = scratch.split_at_mut(MAX_ROWS * head_dim);
-    let mut next = Folded { base: [0.0; MAX_ROWS], largest: [0.0; MAX_ROWS] };
-    let mut unit = [0.0; MAX_ROWS];
+    let mut next = Folded { base: [0.0; ROWS], largest: [0.0; ROWS] };
+    let mut unit = [0.0; ROWS];
     for step in 0..=n_groups {
         mem::swap(&mut digits, &mut scaled);
         let folded = next;

@@ -19,7 +19,7 @@ use super::Scaled;
 use crate::{
     formats::{
         Codec,
-        flex::{IndexHeads, PackedRun, SCRATCH_ROWS},
+        flex::{IndexHeads, PackedRun},
     },
     layout::PackedLayout,
     simd,
@@ -33,7 +33,7 @@ const LANES: usize = 16;
 const QUAD: usize = 4;
 
 /// Most query rows whose sums fit into registers together.
-const MAX_ROWS: usize = SCRATCH_ROWS / 2;
+const MAX_ROWS: usize = 4;
 
 /// Most groups of a token that the kernels support.
 const MAX_GROUPS: usize = 32;

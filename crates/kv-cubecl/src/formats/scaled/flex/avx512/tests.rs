@@ -7,7 +7,7 @@ use crate::{
     GroupOptions, KvFormat, Side,
     formats::{
         blocks::{E2m1Blocks, E4m3Blocks, Mxfp4},
-        flex::{CpuCodec, IndexHeads},
+        flex::{CpuCodec, IndexHeads, SCRATCH_ROWS},
         float8::{E4m3, E5m2},
         int8::Int8,
     },
