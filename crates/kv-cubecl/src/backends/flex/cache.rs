@@ -54,8 +54,8 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// Tokens of one side in float: those that a cache of `len` tokens has not quantized yet, and a chunk
-/// of `added` tokens that follows.
+/// Tokens of one side in float: those that a cache of `len` tokens has not quantized yet, and a
+/// chunk of `added` tokens that follows.
 pub(super) struct FloatTokens<'a> {
     float: CacheFloat,
     floats: Floats<'a>,

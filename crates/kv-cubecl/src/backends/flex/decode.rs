@@ -10,9 +10,9 @@ use kv_device::threads::{all_threads, in_parts, in_parts_with};
 use super::{
     blocks::{BLOCK, between_groups, block},
     chunk::{self, Tiles},
+    pass::{Causal, Pass},
     slice::Slice,
     softmax::{Products, Softmax},
-    steps::{Causal, Pass},
     without_overflow,
 };
 use crate::{

@@ -12,6 +12,7 @@ mod chunk;
 mod coded;
 mod decode;
 mod delta;
+mod pass;
 mod rope;
 mod slice;
 mod softmax;

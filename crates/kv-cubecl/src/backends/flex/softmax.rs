@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 
-use super::{blocks::block_end, scale_weights, slice::Slice, steps::Causal};
+use super::{blocks::block_end, pass::Causal, scale_weights, slice::Slice};
 use crate::simd;
 
 /// Products of query rows with the keys and values of a slice.
@@ -32,7 +32,7 @@ pub(super) struct Softmax<'a> {
     pub(super) softcap: Option<f32>,
     /// The factor of [`without_overflow`](super::without_overflow).
     pub(super) factor: f32,
-    /// What each row sees, if not all see the same.
+    /// The view of each row, if not all see the same.
     pub(super) causal: Option<Causal<'a>>,
 }
 

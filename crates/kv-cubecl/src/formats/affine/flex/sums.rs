@@ -62,8 +62,8 @@ macro_rules! kernel {
     }};
 }
 
-/// Returns [`many_rows`](crate::formats::flex::CpuCodec::many_rows). Products with integers take 0.8
-/// of the time of restored tokens for 36 rows.
+/// Returns [`many_rows`](crate::formats::flex::CpuCodec::many_rows). Products with integers take
+/// 0.8 of the time of restored tokens for 36 rows.
 pub(super) fn many_rows(place: &PackedLayout) -> usize {
     #[cfg(target_arch = "x86_64")]
     if vnni::serves(&place.spec, place.head_dim) {
