@@ -77,7 +77,7 @@ impl Lookup {
             text: text.to_vec(),
             found: None,
             // Too low for a guess, so that a text that does not repeat itself is not slowed down.
-            shares: [0.05, 0.1, 0.3, 0.4, 0.62, 0.65, 0.75].map(Share::known),
+            shares: [0.05, 0.1, 0.3, 0.4, 0.6, 0.8, 0.9].map(Share::known),
             changes: HashMap::new(),
             change_again: Share::unknown(0.5),
         };
@@ -223,7 +223,7 @@ mod tests {
             lookup.push(id);
         }
         let guesses = lookup.draft(15, pace()).unwrap();
-        assert!(guesses.len() > 5, "{guesses:?}");
+        assert!(guesses.len() > 6, "{guesses:?}");
         assert_eq!(guesses, (30..30 + guesses.len() as u32).collect::<Vec<_>>());
         assert_eq!(lookup.draft(3, pace()).unwrap(), [30, 31, 32], "at most as many as fit");
 
