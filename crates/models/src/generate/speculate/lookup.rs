@@ -77,7 +77,7 @@ impl Lookup {
             text: text.to_vec(),
             found: None,
             // Too low for a guess, so that a text that does not repeat itself is not slowed down.
-            shares: [0.05, 0.1, 0.3, 0.4, 0.6, 0.8, 0.9].map(Share::known),
+            shares: [0.05, 0.1, 0.3, 0.4, 0.6, 0.65, 0.75].map(Share::known),
             changes: HashMap::new(),
             change_again: Share::unknown(0.5),
         };
