@@ -159,8 +159,8 @@ fn for_each_slice(
     }
 }
 
-/// Writes those of the new tokens of some slices that stay in float into their slots: those from
-/// `first_kept` of the token on.
+/// Writes new tokens of some slices into the float rows of the cache. A token is left out if it
+/// comes before `first_kept` of itself, because it is quantized at once.
 pub(super) fn append(
     mut state: CacheState<Flex>,
     chunks: Sides<&[f32]>,

@@ -76,7 +76,7 @@ pub(super) struct Causal<'a> {
     /// The rows, whose scores are multiplied by `scale`.
     pub(super) query: &'a [f32],
     pub(super) scale: f32,
-    /// The rows of the kv head before these: those of a head are one for each token.
+    /// The number of rows of the kv head before these. A query head has one row for each token.
     pub(super) first_row: usize,
 }
 
@@ -90,8 +90,8 @@ impl Causal<'_> {
         self.pass.len + self.token(row) + 1
     }
 
-    /// Returns those of `tokens` that a row sees in float although they are quantized by now, and
-    /// their rows.
+    /// Returns the tokens in the range `tokens` that a row sees in float, although the cache holds
+    /// them quantized by now, and their float rows.
     fn in_float(
         &self,
         side: Side,
