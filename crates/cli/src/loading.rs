@@ -29,8 +29,9 @@ pub struct MemoryRequest {
     pub copies: bool,
     /// Capacity of each cache in tokens, clamped to the model's positions unless `exact`.
     pub capacity: usize,
-    /// Refuse a capacity beyond the model's positions instead of clamping it.
-    pub exact: bool,
+    /// Refuse a capacity beyond the model's positions instead of clamping it; the name of the
+    /// argument that gives it.
+    pub exact: Option<&'static str>,
     /// Number of sequences.
     pub batch: usize,
     /// Tokens processed in one forward pass; `None` for one chunk of prefill.
@@ -53,7 +54,7 @@ impl MemoryRequest {
             held: vec![],
             copies: false,
             capacity,
-            exact: false,
+            exact: None,
             batch: 1,
             pass: None,
             logits: 0,
@@ -269,9 +270,9 @@ impl LoadObserver for Loading {
     fn begin(&mut self, planned: &Planned<'_>) -> kv_models::Result<()> {
         self.budget.weights.replace(planned.weights.clone());
         let (capacity, most) = (self.request.capacity, planned.spec.max_positions);
-        if self.request.exact && capacity > most {
+        if let Some(name) = self.request.exact.filter(|_| capacity > most) {
             let rule = format!("must be at most {most}, the positions that the model has");
-            return Err(kv_models::Error::argument("capacity", capacity, rule));
+            return Err(kv_models::Error::argument(name, capacity, rule));
         }
         let usages = self.request.usages(planned.spec, planned.cache, &self.device);
         for usage in &usages {

@@ -64,7 +64,7 @@ impl SpeculateArgs {
         };
         let args = ModelArgs { source: ModelSource::of(name), head: None, ..on.clone() };
         let caches = vec![KvCacheConfig::float().into()];
-        let request = MemoryRequest { caches, held: vec![], exact: false, ..request };
+        let request = MemoryRequest { caches, held: vec![], exact: None, ..request };
         let rest = budget.rest();
         let (draft, its) = source::load_within(&args, Weights::Packed, request, rest, device)?;
         budget.add(&its, draft.model.spec());

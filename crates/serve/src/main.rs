@@ -2,6 +2,7 @@
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    num::NonZeroUsize,
     path::PathBuf,
     process::ExitCode,
     sync::Arc,
@@ -63,7 +64,7 @@ struct Cli {
     /// Most tokens of a text: its prompt and its continuation [default: 4096, or the model's limit
     /// if that is less].
     #[arg(long, short = 'c', value_name = "TOKENS")]
-    context: Option<usize>,
+    context: Option<NonZeroUsize>,
     /// Number of texts that may wait for a slot; more are answered with status 429.
     #[arg(long, value_name = "N", default_value_t = 64)]
     queue: usize,
@@ -155,12 +156,13 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
         .block_on(TcpListener::bind(address))
         .with_context(|| format!("port {}: cannot listen on {address}", cli.port))?;
     let device = On::<T>::open()?;
+    let context = cli.context.map(NonZeroUsize::get);
     let request = MemoryRequest {
         // One sequence more reads the prompts.
         batch: usize::from(cli.slots) + 1,
-        exact: cli.context.is_some(),
+        exact: context.map(|_| "context"),
         generates: true,
-        ..MemoryRequest::new(cli.cache.clone(), cli.context.unwrap_or(CONTEXT))
+        ..MemoryRequest::new(cli.cache.clone(), context.unwrap_or(CONTEXT))
     };
     let (Source { model, tokenizer, cache, name, .. }, budget) =
         source::load(&cli.on, Weights::Packed, request.clone(), &device)?;
@@ -171,7 +173,7 @@ fn run_on<T: Target>(cli: &Cli) -> Result<()> {
     let chosen = cli.cache.clone().or(cache).unwrap_or_else(|| KvCacheConfig::float().into());
     chosen.notes(model.spec()).iter().for_each(note);
     let cache = chosen.to_string();
-    let room = cli.context.unwrap_or(CONTEXT.min(model.spec().max_positions));
+    let room = context.unwrap_or(CONTEXT.min(model.spec().max_positions));
     // One cache serves all texts, so its transform of values can be folded into the weights.
     let (model, config) = model.fold_hadamard(chosen.with_capacity(room));
     let n_ids = model.spec().vocab_size;

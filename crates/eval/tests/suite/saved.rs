@@ -210,6 +210,29 @@ fn a_cache_is_saved_only_to_regular_files() {
     refused(&generate(&space, &saves), &["save-cache", "pipe: must be a regular file"]);
 }
 
+#[test]
+fn a_cache_replaces_a_saved_cache_and_no_other_file() {
+    let space = Workspace::new();
+    let file = &space.path("notes.txt");
+    let save = || generate(&space, &["--prompt", PROMPT, "--save-cache", file]);
+    for (before, replaces) in [("", true), ("notes", false)] {
+        fs::write(file, before).unwrap();
+        match replaces {
+            true => drop(succeeds(save())),
+            false => refused(&save(), &["save-cache", "holds no cache", "name another"]),
+        }
+    }
+    assert_eq!(fs::read_to_string(file).unwrap(), "notes");
+    let model = &format!("{}/model.safetensors", space.model());
+    let copy = &space.path("weights.safetensors");
+    fs::copy(model, copy).unwrap();
+    refused(&generate(&space, &["--prompt", PROMPT, "--save-cache", copy]), &["holds no cache"]);
+    let saved = &space.path("saved");
+    for _ in 0..2 {
+        succeeds(generate(&space, &["--prompt", PROMPT, "--save-cache", saved]));
+    }
+}
+
 /// The first turn is saved if the second one does not fit, with templates that repeat earlier
 /// messages or not.
 #[test]

@@ -246,8 +246,18 @@ impl Args {
         }
         if let Some(path) = &self.save_cache {
             // Checked before it is opened, because opening a pipe waits for a reader.
-            if fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-                bail!("save-cache {}: must be a regular file", path.display());
+            match fs::metadata(path) {
+                Ok(found) if !found.is_file() && !found.is_dir() => {
+                    bail!("save-cache {}: must be a regular file", path.display());
+                }
+                Ok(found) if found.is_file() && found.len() > 0 && !SavedCache::is_one(path) => {
+                    bail!(
+                        "save-cache {}: is a file that holds no cache; remove it, or name another \
+                         one",
+                        path.display()
+                    );
+                }
+                _ => {}
             }
             OutFile::open("save-cache", path)?;
         }
@@ -365,7 +375,7 @@ impl Args {
             0 | 1 => 1,
             n => self.batch.min(n).saturating_add(1),
         };
-        let exact = self.capacity.is_some();
+        let exact = self.capacity.map(|_| "capacity");
         let caches = self.cache.as_ref().map(|named| named.value.clone());
         MemoryRequest { batch, exact, generates: true, ..MemoryRequest::new(caches, capacity) }
     }

@@ -20,6 +20,7 @@ mod prefix;
 mod write;
 
 use std::{
+    collections::HashMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -93,6 +94,14 @@ impl SavedCache {
         let map = map(path, FORMAT)?;
         let (header, tokens) = read(path, &map)?;
         Ok(Self { path: path.into(), map, header, tokens })
+    }
+
+    /// Returns whether a file is a saved cache as far as its header says.
+    pub fn is_one(path: impl AsRef<Path>) -> bool {
+        let Ok(map) = map(path.as_ref(), FORMAT) else { return false };
+        let has_key = |named: &HashMap<String, String>| named.contains_key(KEY);
+        SafeTensors::read_metadata(&map)
+            .is_ok_and(|(_, metadata)| metadata.metadata().as_ref().is_some_and(has_key))
     }
 
     /// Returns the path of the file.
