@@ -44,6 +44,7 @@
 //! | `cuda` | CUDA, which ran once, on an H200 |
 //! | `autodiff` | gradients; `eval` and `train` turn it on |
 //! | `fusion` | Burn's lazy execution on GPUs |
+//! | `remote` | devices of other machines, through burn-remote |
 //!
 //! Guides, one page a task, are in the folder `docs/guide` of the repository: quickstart, cache
 //! formats, per-layer policies, fine-tuning, packed weights, evaluation, generation, GPUs.
@@ -85,6 +86,8 @@ pub mod prelude {
     pub use kv_cubecl::Cuda;
     #[cfg(feature = "flex")]
     pub use kv_cubecl::Flex;
+    #[cfg(feature = "remote")]
+    pub use kv_cubecl::Remote;
     #[cfg(feature = "wgpu")]
     pub use kv_cubecl::Wgpu;
     pub use kv_cubecl::{

@@ -13,6 +13,9 @@ pub enum Backend {
     Wgpu,
     /// NVIDIA CUDA.
     Cuda,
+    /// Devices of workers, which only a list of devices names.
+    #[value(skip)]
+    Remote,
 }
 
 /// The `$wrap` of [`dispatch!`](crate::dispatch) that passes the target on unchanged; the other one
@@ -31,6 +34,8 @@ macro_rules! dispatch {
             $crate::Backend::Wgpu => $run::<$wrap<$crate::kv_cubecl::Wgpu>>($($arg),*),
             #[cfg(feature = "cuda")]
             $crate::Backend::Cuda => $run::<$wrap<$crate::kv_cubecl::Cuda>>($($arg),*),
+            #[cfg(feature = "remote")]
+            $crate::Backend::Remote => $run::<$wrap<$crate::kv_cubecl::Remote>>($($arg),*),
             #[allow(unreachable_patterns, reason = "with every backend built in")]
             other => Err($crate::not_built_in(other, env!("CARGO_BIN_NAME"))),
         }

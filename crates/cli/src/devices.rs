@@ -1,5 +1,10 @@
 //! Devices that share out work, as a command-line argument.
 
+#[cfg(feature = "remote")]
+mod connect;
+mod places;
+mod workers;
+
 use core::{fmt, ops::Range, str::FromStr};
 
 use anyhow::{Context, Result, bail};
@@ -7,18 +12,24 @@ use clap::ValueEnum;
 use kv_cubecl::{On, Target};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+#[cfg(feature = "remote")]
+pub use self::connect::before_exit;
+#[cfg(feature = "remote")]
+pub(crate) use self::connect::guarded;
+use self::places::{Place, number, places};
+pub use self::workers::{TokenArgs, WorkerArgs, WorkerToken};
 use crate::Backend;
 
-/// Devices of one backend: `flex:2`, the CPU twice; `wgpu:0,1` or `cuda:0-7`, by index.
+/// Devices of one backend: `flex:2`, the CPU twice; `wgpu:0,1` or `cuda:0-7`, by index;
+/// `remote:HOST:PORT/0`, of workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceList {
     backend: Backend,
-    /// The devices by index, ascending. All of the CPU are the same device.
+    /// The devices of this machine by index, ascending. All of the CPU are the same device.
     indices: Vec<usize>,
+    /// The devices of workers. One of the lists is empty.
+    places: Vec<Place>,
 }
-
-/// Most devices of a list.
-const MOST: usize = 1024;
 
 impl DeviceList {
     /// Returns the backend.
@@ -28,7 +39,7 @@ impl DeviceList {
 
     /// Returns the number of devices, which is at least 1.
     pub fn count(&self) -> usize {
-        self.indices.len()
+        self.indices.len() + self.places.len()
     }
 
     /// Returns how many of the devices share one memory.
@@ -40,9 +51,12 @@ impl DeviceList {
     ///
     /// # Errors
     /// A device that cannot be opened.
-    pub fn open_or_default<T: Target>(list: Option<&Self>) -> Result<Vec<On<T>>> {
+    pub fn open_or_default<T: Target>(
+        list: Option<&Self>,
+        workers: &WorkerArgs,
+    ) -> Result<Vec<On<T>>> {
         match list {
-            Some(list) => list.open(),
+            Some(list) => list.open(workers),
             None => Ok(vec![On::open()?]),
         }
     }
@@ -50,10 +64,12 @@ impl DeviceList {
     /// Opens the devices, of the target of this list's backend.
     ///
     /// # Errors
-    /// An index without a device.
-    pub fn open<T: Target>(&self) -> Result<Vec<On<T>>> {
-        if self.backend == Backend::Flex {
-            return Ok(vec![On::open()?; self.count()]);
+    /// An index without a device, or a worker that gives no device.
+    pub fn open<T: Target>(&self, workers: &WorkerArgs) -> Result<Vec<On<T>>> {
+        match self.backend {
+            Backend::Flex => return Ok(vec![On::open()?; self.count()]),
+            Backend::Remote => return self.connect(workers),
+            Backend::Wgpu | Backend::Cuda => {}
         }
         let found = T::devices()?;
         let device = |&index: &usize| {
@@ -68,6 +84,20 @@ impl DeviceList {
         };
         self.indices.iter().map(device).collect()
     }
+
+    #[cfg(feature = "remote")]
+    fn connect<T: Target>(&self, workers: &WorkerArgs) -> Result<Vec<On<T>>> {
+        let devices = connect::connect(&self.places, workers)?.into_iter().map(|device| {
+            // The target may be one with automatic differentiation.
+            Ok(On::new(device.clone()).or_else(|_| On::new(device.autodiff()))?)
+        });
+        devices.collect()
+    }
+
+    #[cfg(not(feature = "remote"))]
+    fn connect<T: Target>(&self, _: &WorkerArgs) -> Result<Vec<On<T>>> {
+        bail!("devices {self}: workers are not built into this program; use --features remote")
+    }
 }
 
 impl FromStr for DeviceList {
@@ -75,12 +105,15 @@ impl FromStr for DeviceList {
 
     fn from_str(text: &str) -> Result<Self> {
         let (name, list) = text.split_once(':').unwrap_or((text, ""));
+        if name == "remote" {
+            let (backend, indices) = (Backend::Remote, Vec::new());
+            return Ok(Self { backend, indices, places: places(list)? });
+        }
         let Ok(backend) = Backend::from_str(name, false) else {
-            bail!("must start with a backend: flex:2, wgpu:0,1 or cuda:0-7");
-        };
-        let number = |text: &str| {
-            let rule = format!("{text:?} must be a whole number below {MOST}");
-            text.parse().ok().filter(|&n: &usize| n < MOST).context(rule)
+            bail!(
+                "must start with a backend: flex:2, wgpu:0,1, cuda:0-7 or \
+                 remote:HOST:PORT/0"
+            );
         };
         let range = |text: &str| -> Result<Range<usize>> {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
@@ -100,7 +133,7 @@ impl FromStr for DeviceList {
         if !indices.is_sorted_by(|a, b| a < b) {
             bail!("must list devices once, in ascending order");
         }
-        Ok(Self { backend, indices })
+        Ok(Self { backend, indices, places: Vec::new() })
     }
 }
 
@@ -110,8 +143,9 @@ impl fmt::Display for DeviceList {
         match self.backend {
             Backend::Flex => write!(f, "{name}:{}", self.indices.len()),
             _ => {
-                let indices: Vec<_> = self.indices.iter().map(ToString::to_string).collect();
-                write!(f, "{name}:{}", indices.join(","))
+                let indices = self.indices.iter().map(ToString::to_string);
+                let places = self.places.iter().map(ToString::to_string);
+                write!(f, "{name}:{}", indices.chain(places).collect::<Vec<_>>().join(","))
             }
         }
     }
@@ -134,9 +168,12 @@ impl<'de> Deserialize<'de> for DeviceList {
 #[derive(Clone, Debug, clap::Args)]
 pub struct DeviceArgs {
     /// Devices that share out the work, instead of --backend: flex:2 (the CPU as two devices, which
-    /// share its threads), wgpu:0,1 or cuda:0-7. The results are the same as on one device.
+    /// share its threads), wgpu:0,1, cuda:0-7, or those of kv-train worker on other machines,
+    /// remote:HOST:PORT/0,HOST:PORT/0-1. The results are the same as on one device.
     #[arg(long, value_name = "LIST", conflicts_with = "backend")]
     devices: Option<DeviceList>,
+    #[command(flatten)]
+    workers: WorkerArgs,
 }
 
 impl DeviceArgs {
@@ -150,7 +187,7 @@ impl DeviceArgs {
     /// # Errors
     /// A device that cannot be opened.
     pub fn open<T: Target>(&self) -> Result<Vec<On<T>>> {
-        DeviceList::open_or_default(self.devices.as_ref())
+        DeviceList::open_or_default(self.devices.as_ref(), &self.workers)
     }
 
     /// Returns how many of the devices share one memory.
@@ -173,6 +210,7 @@ mod tests {
             ("wgpu:1", "wgpu:1", vec![1]),
             ("cuda:0-3", "cuda:0,1,2,3", vec![0, 1, 2, 3]),
             ("cuda:0,2-3,7", "cuda:0,2,3,7", vec![0, 2, 3, 7]),
+            ("remote:a:1/0-1,[::1]:2", "remote:a:1/0,a:1/1,[::1]:2/0", vec![]),
         ] {
             let (name, list) = read(text).unwrap();
             assert_eq!((&*name, &list.indices), (shown, &indices), "{text}");
@@ -184,6 +222,8 @@ mod tests {
             ("", "start with a backend"),
             ("gpu:0", "start with a backend"),
             ("2", "start with a backend"),
+            ("remote", "HOST:PORT"),
+            ("remote:a:1/0,a:1/0", "once"),
             ("flex:", "whole number"),
             ("flex:0", "at least one"),
             ("flex:-1", "whole number"),

@@ -19,7 +19,9 @@ mod threads;
 
 pub use backend::{Backend, Plain, not_built_in};
 pub use caches::cache_help;
-pub use devices::{DeviceArgs, DeviceList};
+#[cfg(feature = "remote")]
+pub use devices::before_exit;
+pub use devices::{DeviceArgs, DeviceList, TokenArgs, WorkerArgs, WorkerToken};
 pub use hub::{ModelSource, hub_folder, name_of};
 pub use kv_cubecl;
 pub use loading::{MemoryBudget, MemoryRequest};

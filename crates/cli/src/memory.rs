@@ -50,6 +50,10 @@ pub fn memory_limit(asked: Option<MemorySize>, device: &Device) -> MemoryLimit {
     let limit = match (asked, of_device.total) {
         (Some(MemorySize(bytes)), _) => MemoryLimit::new(Some(bytes), "--memory"),
         (None, Some(bytes)) => MemoryLimit::new(Some(bytes), "the device's memory"),
+        // The memory of another machine, which burn-remote does not tell.
+        (None, None) if kv_device::is_remote(device) => {
+            MemoryLimit::new(None, "the worker's memory")
+        }
         (None, None) => free(Path::new("/")),
     };
     limit.with_buffer(of_device.buffer)

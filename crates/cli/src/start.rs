@@ -27,7 +27,10 @@ pub fn start<C: Parser>(run: impl FnOnce(C) -> anyhow::Result<()>) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match run(cli) {
+    let run = || run(cli);
+    #[cfg(feature = "remote")]
+    let run = || crate::devices::guarded(run);
+    match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = Screen::Error.line(format_args!("error: {}", error_line(&error)));

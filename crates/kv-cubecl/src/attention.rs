@@ -6,6 +6,7 @@ use crate::{Result, error::invalid, scores::Scores};
 
 /// Options of the softmax over attention scores.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct AttentionOptions {
     /// Factor on the scores; `None` for `1 / sqrt(head_dim)`.

@@ -44,6 +44,8 @@ pub mod layout;
 mod memory;
 mod ops;
 pub mod reference;
+#[cfg(feature = "remote")]
+pub mod remote;
 mod rope;
 mod running;
 mod scores;
@@ -87,6 +89,8 @@ pub use target::Autodiff;
 pub use target::Cuda;
 #[cfg(feature = "flex")]
 pub use target::Flex;
+#[cfg(feature = "remote")]
+pub use target::Remote;
 #[cfg(feature = "wgpu")]
 pub use target::Wgpu;
 pub use target::{On, Target};

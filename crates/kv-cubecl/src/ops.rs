@@ -101,6 +101,7 @@ impl<B: Backend> TokenRope<B> {
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
+    Remote: cfg(feature = "remote"),
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]

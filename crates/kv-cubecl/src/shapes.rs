@@ -1,5 +1,5 @@
 //! Output shapes and types of the operations, in one place for two users: backends allocate outputs
-//! by them, and Burn's Fusion describes outputs by them before they are computed.
+//! by them, and Burn's Fusion and burn-remote describe outputs by them before they are computed.
 
 use crate::layout::{Granularity, QuantSpec};
 
@@ -31,10 +31,11 @@ pub(crate) fn log_sum_exp(query: [usize; 4]) -> [usize; 3] {
     [batch, heads, rows]
 }
 
-/// Fusion's descriptions of outputs.
-#[cfg(feature = "fusion")]
+/// Descriptions of outputs that are not computed yet, for Fusion and for clients of burn-remote.
+#[cfg(any(feature = "fusion", feature = "remote"))]
 pub(crate) mod fusion {
-    use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
+    use burn::tensor::DType;
+    use burn_fusion::custom::TensorSpec;
 
     use crate::{
         delta::DeltaConfig,

@@ -139,6 +139,34 @@ impl Target for Cuda {
     }
 }
 
+/// Devices of another process or machine, through burn-remote.
+///
+/// A server says which devices there are, and this target knows none: open them with
+/// `burn::tensor::Device::remote_options`. The server runs the operations of this crate if it was
+/// given them by [`remote::serve_ops`](crate::remote::serve_ops).
+#[cfg(feature = "remote")]
+#[derive(Clone, Copy, Debug)]
+pub struct Remote;
+
+#[cfg(feature = "remote")]
+impl Target for Remote {
+    type Backend = burn::backend::Remote;
+    const NAME: &'static str = "remote";
+
+    fn hosts(device: &Device) -> bool {
+        matches!(device.as_dispatch(), DispatchDevice::Remote(_))
+    }
+
+    fn open() -> Result<Device> {
+        let why = "no server is named; try --devices remote:HOST:PORT/INDEX".to_string();
+        Err(Error::NoDevice { target: Self::NAME, why })
+    }
+
+    fn devices() -> Result<Vec<Device>> {
+        Self::open().map(|device| vec![device])
+    }
+}
+
 /// Automatic differentiation over another target.
 #[cfg(feature = "autodiff")]
 #[derive(Clone, Copy, Debug)]

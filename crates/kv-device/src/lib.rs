@@ -1,7 +1,7 @@
 //! Helpers for devices that kv-cubecl, kv-weights and kv-models share: a check that a device has
 //! operations, limits of devices on [launches](grid) and buffers, f16 arithmetic for devices
-//! without f16, [work in parts](threads) on the CPU, and, for tests, the code of a kernel that
-//! NVIDIA's tools compile.
+//! without f16, [work in parts](threads) on the CPU, [operations on remote devices](remote), and,
+//! for tests, the code of a kernel that NVIDIA's tools compile.
 //!
 //! The API may change in any release.
 
@@ -11,6 +11,8 @@ pub mod cuda_source;
 pub mod grid;
 #[cfg(feature = "cube")]
 pub mod half;
+#[cfg(feature = "remote")]
+pub mod remote;
 #[cfg(feature = "flex")]
 pub mod threads;
 
@@ -37,6 +39,8 @@ pub struct Backends {
     pub cube: bool,
     /// True with feature `autodiff`.
     pub autodiff: bool,
+    /// True with feature `remote`.
+    pub remote: bool,
 }
 
 impl Backends {
@@ -47,7 +51,7 @@ impl Backends {
     /// [`Unsupported`] naming `op`.
     #[allow(unused_variables, reason = "a build without a backend checks for none")]
     pub fn check(&self, op: &str, device: &Device) -> Result<(), Unsupported> {
-        let Self { crate_name, flex, cube, autodiff } = self;
+        let Self { crate_name, flex, cube, autodiff, remote } = self;
         let unsupported =
             |why: String| Err(Unsupported { what: format!("{op} on {device:?}"), why });
         if !autodiff && device.is_autodiff() {
@@ -58,12 +62,19 @@ impl Backends {
             DispatchDevice::Cube(_) if *cube => Ok(()),
             #[cfg(feature = "flex")]
             DispatchDevice::Flex(_) if *flex => Ok(()),
+            #[cfg(feature = "remote")]
+            DispatchDevice::Remote(_) if *remote => Ok(()),
+            #[cfg(feature = "remote")]
+            DispatchDevice::Remote(_) => {
+                unsupported(format!("{crate_name} was built without its feature remote"))
+            }
             #[allow(
                 unreachable_patterns,
                 reason = "Burn may have been built with no other backend"
             )]
             _ => unsupported(format!(
-                "{crate_name} serves Flex, WGPU and CUDA, each if built with its feature"
+                "{crate_name} serves Flex, WGPU, CUDA and remote devices, each if built with its \
+                 feature"
             )),
         }
     }
@@ -90,6 +101,15 @@ impl DeviceMemory {
         }
         Self::default()
     }
+}
+
+/// Returns whether `device` belongs to another process or machine, whose limits are not known here.
+#[allow(unused_variables, reason = "without the feature there is no such device")]
+pub fn is_remote(device: &Device) -> bool {
+    #[cfg(feature = "remote")]
+    return matches!(device.clone().without_autodiff().as_dispatch(), DispatchDevice::Remote(_));
+    #[cfg(not(feature = "remote"))]
+    false
 }
 
 /// Returns the client of a CubeCL device, `None` on other devices.

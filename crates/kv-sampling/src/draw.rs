@@ -7,6 +7,7 @@ use crate::{Result, error::invalid};
 ///
 /// Tokens as likely as the last one that a filter keeps are kept too.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct Draw {
     /// Divides the logits: below 1 sharpens, above 1 flattens; 0 takes the most likely token.
     pub temperature: f32,

@@ -29,6 +29,8 @@ mod host;
 mod kernel;
 mod noise;
 mod ops;
+#[cfg(feature = "remote")]
+pub mod remote;
 
 pub use cursor::Cursor;
 pub use draw::Draw;

@@ -27,12 +27,13 @@ pub struct CursorState<B: Backend> {
 
 /// Operations that pick tokens.
 #[cfg_attr(
-    not(any(feature = "flex", feature = "cube")),
+    not(any(feature = "flex", feature = "cube", feature = "remote")),
     allow(unused_variables, reason = "without a backend nothing is dispatched")
 )]
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
+    Remote: cfg(feature = "remote"),
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]

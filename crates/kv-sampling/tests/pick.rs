@@ -15,6 +15,10 @@ macro_rules! on_each_device {
         mod wgpu {
             $(#[test] fn $case() { super::on_wgpu(super::$case); })+
         }
+        #[cfg(feature = "remote")]
+        mod remote {
+            $(#[test] fn $case() { super::$case(&super::remote()); })+
+        }
     };
 }
 
@@ -26,6 +30,22 @@ on_each_device!(
     shares_are_those_of_the_softmax,
     seeds_and_positions_differ,
 );
+
+/// Returns a device that a server in this process runs on the CPU.
+#[cfg(feature = "remote")]
+fn remote() -> Device {
+    use std::sync::OnceLock;
+
+    use burn::server::RemoteServer;
+    use kv_device::remote::Loopback;
+    static SERVER: OnceLock<Loopback> = OnceLock::new();
+    let server = SERVER.get_or_init(|| {
+        let server = RemoteServer::new([Device::flex()]);
+        let server = kv_sampling::remote::serve_ops::<burn::backend::Flex>(server);
+        Loopback::serve(&server).unwrap()
+    });
+    server.device(0, None).unwrap()
+}
 
 /// Runs a case on WGPU. Without a device it fails, or is skipped if `KV_ALLOW_NO_DEVICE` is 1.
 #[cfg(feature = "wgpu")]

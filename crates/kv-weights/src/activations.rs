@@ -5,6 +5,7 @@
 /// Sums are f32 in any case. WGPU and CUDA never round, since integers are not faster there than
 /// floats. Products with f16 and bf16 weights never round either.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum Activations {
     /// Not rounded. A product of `n` numbers is off by less than `n * 2^-23` of the sum of their

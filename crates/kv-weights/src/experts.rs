@@ -124,6 +124,7 @@ impl PackedExperts {
 
 /// The layout of experts in their buffer and of the activations that they are multiplied with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct ExpertSelection {
     /// Words from the start of one expert to the start of the next.
     pub stride: usize,

@@ -24,6 +24,7 @@ pub(crate) const FEW: usize = 32;
 /// The nonlinearity of a gate. As in PyTorch, it is 0 for numbers far below 0, and NaN for NaN and
 /// for negative infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum Gate {
     /// `x * sigmoid(x)`, as in SwiGLU: <https://arxiv.org/abs/2002.05202>.
@@ -176,6 +177,7 @@ pub struct FusedInputs<B: Backend> {
 
 /// Parameters of [`WeightOps::packed_fused`](crate::WeightOps::packed_fused).
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct FusedPlan {
     /// Format and shape of each matrix. Formats and widths are equal, and with a gate also the

@@ -37,7 +37,9 @@ mod matrix;
 mod ops;
 mod quantize;
 pub mod reference;
-#[cfg(feature = "fusion")]
+#[cfg(feature = "remote")]
+pub mod remote;
+#[cfg(any(feature = "fusion", feature = "remote"))]
 mod shapes;
 
 /// Target of the [`tracing`] events that report the weights read by each launch on a GPU.

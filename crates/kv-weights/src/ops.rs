@@ -20,12 +20,13 @@ use crate::{
 /// Float tensors are f32 and may be views. `words` are the blocks of a matrix as [`PackedLayout`]
 /// defines them, u32, with one axis. Bytes after the last row must not affect results.
 #[cfg_attr(
-    not(any(feature = "flex", feature = "cube")),
+    not(any(feature = "flex", feature = "cube", feature = "remote")),
     allow(unused_variables, reason = "without a backend nothing is dispatched")
 )]
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
+    Remote: cfg(feature = "remote"),
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]

@@ -1,6 +1,8 @@
-//! Output shapes of operations, as Fusion needs them in advance. All outputs are f32.
+//! Output shapes of operations, as Fusion and clients of burn-remote need them in advance. All
+//! outputs are f32.
 
-use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
+use burn::tensor::DType;
+use burn_fusion::custom::TensorSpec;
 
 use crate::{FusedPlan, PackedLayout};
 

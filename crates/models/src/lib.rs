@@ -64,6 +64,8 @@ mod pass;
 pub mod qwen3_5;
 pub mod qwen3_moe;
 mod registry;
+#[cfg(feature = "remote")]
+pub mod remote;
 mod rope_config;
 pub mod save;
 mod shortage;

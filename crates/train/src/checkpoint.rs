@@ -8,6 +8,7 @@
 use std::{
     fs::{self, File},
     io::{self, Read},
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -296,7 +297,11 @@ fn remove(path: &Path) -> io::Result<()> {
 
 impl<R: Checkpoint> Checkpointer<R> for Part {
     fn save(&self, step: usize, record: R) -> core::result::Result<(), CheckpointerError> {
-        self.write(step, record).map_err(|why| {
+        // A read from a lost device panics. Burn's thread for checkpoints must not end by that,
+        // because dropping its handle would then panic as well.
+        let written = catch_unwind(AssertUnwindSafe(|| self.write(step, record)));
+        let written = written.unwrap_or_else(|_| Err("the device failed".to_string()));
+        written.map_err(|why| {
             CheckpointerError::Unknown(format!("{why}; the previous checkpoint is unchanged"))
         })
     }

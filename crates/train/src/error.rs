@@ -40,6 +40,19 @@ pub enum Error {
         /// Why, and what to do.
         why: String,
     },
+    /// A worker of another machine went away or took too long.
+    #[error(
+        "worker {device}: {why}; continue with kv-train resume --devices on those that are left"
+    )]
+    Worker {
+        /// The device, as in a list of devices.
+        device: String,
+        /// The reason.
+        why: String,
+    },
+    /// Devices of this machine cannot be served.
+    #[error("worker: {0}; try another address for --listen")]
+    Serve(String),
     /// Training failed.
     #[error("training stopped: {0}")]
     Stopped(String),

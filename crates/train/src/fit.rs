@@ -4,9 +4,12 @@
 //! Burn's own training strategies stop between batches without a checkpoint and can only start at
 //! the beginning of an epoch, so they are not used.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use burn::{data::dataloader::Progress, module::Module, tensor::Device};
@@ -17,6 +20,7 @@ use burn_train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingItem, ValidLoader,
     metric::store::EventStoreClient,
 };
+use kv_models::decimal_size;
 
 use crate::{
     Measured, Strategy, TrainConfig, Trainee,
@@ -31,6 +35,8 @@ use crate::{
 pub(crate) struct Fit {
     pub(crate) devices: Vec<Device>,
     pub(crate) strategy: Strategy,
+    /// The time that devices of other machines may take for a step.
+    pub(crate) deadline: Duration,
     pub(crate) task: Arc<Task>,
     /// Optimizer steps made before this starts; 0 in a new run.
     pub(crate) done: usize,
@@ -93,7 +99,7 @@ impl SupervisedLearningStrategy<Trainee> for Fit {
         } = components;
         let main = &self.devices[0];
         learner.fork(main);
-        let workers = match Workers::new(&self.devices, self.strategy, &train) {
+        let workers = match Workers::new(&self.devices, self.strategy, &train, self.deadline) {
             Ok(workers) => workers,
             Err(error) => {
                 self.task.fail_by(error);
@@ -155,7 +161,7 @@ impl Fit {
     }
 
     fn failed(&self, state: &TrainState) -> bool {
-        state.interrupter.error().is_some() || self.task.lock().failure().is_some()
+        state.interrupter.error().is_some() || self.task.lock().failed()
     }
 
     /// The epoch, counted from 1, of the optimizer step that follows `step` steps.
@@ -177,6 +183,9 @@ impl Fit {
         }
 
         let Some((gradients, items)) = self.gradients(state) else { return false };
+        if step == self.done {
+            self.tell_moved(state);
+        }
         state.learner.lr_step();
         state.learner.optimizer_step(gradients);
         if self.failed(state) {
@@ -196,6 +205,22 @@ impl Fit {
             state.train_event(LearnerEvent::EndSplit(epoch));
         }
         true
+    }
+
+    /// Prints the bytes that each step moves between devices, if it moves any.
+    fn tell_moved(&self, state: &TrainState) {
+        let moved = state.workers.moved();
+        let Some(most) = moved.iter().max_by_key(|moved| moved.weights + moved.gradients) else {
+            return;
+        };
+        if most.weights + most.gradients > 0 {
+            let size = |bytes: usize| decimal_size(bytes as u64);
+            let (weights, gradients) = (size(most.weights), size(most.gradients));
+            self.task.lock().log_line(&format!(
+                "a step sends {weights} of weights to each further device and {gradients} of \
+                 gradients back"
+            ));
+        }
     }
 
     /// Adds up the gradients of one optimizer step; `None` if the run failed or was asked to stop.

@@ -162,7 +162,7 @@ pub(crate) struct Recorder {
     file: Option<File>,
     log: Option<(LogLine, u64)>,
     interrupter: Option<Interrupter>,
-    failure: Option<String>,
+    failure: Option<Error>,
     steps: u64,
     made: u64,
     /// Only the validations.
@@ -231,14 +231,29 @@ impl Recorder {
 
     /// Remembers the first reason and asks the run to stop.
     pub(crate) fn fail(&mut self, why: &str) {
-        self.failure.get_or_insert_with(|| why.to_string());
-        if let Some(interrupter) = &self.interrupter {
-            interrupter.stop(Some(why));
-        }
+        self.fail_by(Error::Stopped(why.to_string()));
     }
 
-    pub(crate) fn failure(&self) -> Option<&str> {
-        self.failure.as_deref()
+    /// Remembers the first error and asks the run to stop.
+    pub(crate) fn fail_by(&mut self, error: Error) {
+        if let Some(interrupter) = &self.interrupter {
+            let why = match &error {
+                Error::Stopped(why) => why.clone(),
+                error => error.to_string(),
+            };
+            interrupter.stop(Some(&why));
+        }
+        self.failure.get_or_insert(error);
+    }
+
+    /// Returns whether the run failed.
+    pub(crate) fn failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// Returns the first error, once.
+    pub(crate) fn take_failure(&mut self) -> Option<Error> {
+        self.failure.take()
     }
 
     /// Returns whether the next validation batch is the first of its validation.

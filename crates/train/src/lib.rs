@@ -40,6 +40,8 @@ mod report;
 mod setup;
 mod step;
 mod train;
+#[cfg(feature = "remote")]
+mod worker;
 mod workers;
 mod world;
 
@@ -55,6 +57,8 @@ pub use qat::{Converted, Prepared, QatConfig, prepare};
 pub use report::write_report;
 pub use step::Trainee;
 pub use train::{Run, Texts, Trained, checkpointed, train};
+#[cfg(feature = "remote")]
+pub use worker::{Operations, Worker};
 pub use workers::Strategy;
 pub use world::{
     WorldConfig, WorldHistory, WorldRun, WorldStep, WorldValid, checkpointed_world, train_world,

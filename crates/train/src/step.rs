@@ -405,7 +405,7 @@ impl Task {
 
     pub(crate) fn fail_by(&self, error: Error) {
         match error {
-            Error::Stopped(why) => self.fail(&why),
+            Error::Stopped(_) | Error::Worker { .. } => self.lock().fail_by(error),
             error => self.fail(&error.to_string()),
         }
     }

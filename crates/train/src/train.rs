@@ -4,6 +4,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
     sync::{Arc, Mutex, atomic::AtomicBool},
+    time::Duration,
 };
 
 use burn::{module::Module, tensor::Device};
@@ -28,6 +29,7 @@ use crate::{
     renderer::{self, Silent},
     setup::{Setup, checkpoint_bytes, set_up},
     step::Task,
+    workers,
 };
 
 /// The token ids for training and validation.
@@ -70,6 +72,9 @@ pub struct Run<'a> {
     pub devices: Option<&'a [Device]>,
     /// The way in which the gradients of several devices are added up.
     pub strategy: Strategy,
+    /// The time that devices of other machines may take for an optimizer step. A run that waits
+    /// longer fails.
+    pub worker_deadline: Duration,
     /// Stops the run when it becomes true, with a checkpoint of the last whole optimizer step.
     pub stop: Option<Arc<AtomicBool>>,
     /// Names and contents of files written into the folder of a new run after all checks passed.
@@ -87,6 +92,7 @@ impl<'a> Run<'a> {
             log_every: 1,
             devices: None,
             strategy: Strategy::default(),
+            worker_deadline: Duration::from_secs(600),
             stop: None,
             files: Vec::new(),
         }
@@ -248,11 +254,13 @@ impl Run<'_> {
             true => device.autodiff().gradient_checkpointing(),
             false => device.autodiff(),
         });
-        let devices = core::iter::once(autodiff).chain(others).collect();
+        let devices: Vec<Device> = core::iter::once(autodiff).chain(others).collect();
         let (task, strategy, stop) = (task.clone(), self.strategy, self.stop.clone());
-        let fit = Fit { devices, strategy, task, done, stop };
+        let deadline = self.worker_deadline;
+        let fit = Fit { devices: devices.clone(), strategy, deadline, task, done, stop };
         let training = SupervisedTraining::new(&self.folder, Arc::new(train), Arc::new(valid));
         launch(training, learner, fit, &checkpoints, self.dashboard)
+            .map_err(|error| workers::blame(error, &devices))
     }
 
     /// Returns the finished run with the weights of its best step if the configuration has a
@@ -286,6 +294,7 @@ fn launch(
     dashboard: bool,
 ) -> Result<Trainee> {
     let (task, config) = (fit.task.clone(), fit.task.config.clone());
+    let lost = workers::lost(&fit.devices);
     let interrupter = Interrupter::new();
     task.lock().stop_by(interrupter.clone());
     let [model_part, optimizer_part, schedule_part] = PARTS;
@@ -321,15 +330,16 @@ fn launch(
             let folder = checkpoints.run().to_path_buf();
             return Err(Error::Interrupted { folder, step, steps: config.steps });
         }
-        Err(panic) => resume_unwind(panic),
+        Err(panic) => return Err(lost(&*panic).unwrap_or_else(|| resume_unwind(panic))),
     };
     // Dropping the renderer restores the terminal.
     drop(renderer);
     if let Some(error) = error {
         return Err(Error::Stopped(error.to_string()));
     }
-    match task.lock().failure() {
-        Some(why) => Err(Error::Stopped(why.to_string())),
+    let failure = task.lock().take_failure();
+    match failure {
+        Some(error) => Err(error),
         None => Ok(model),
     }
 }

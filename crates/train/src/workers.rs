@@ -1,11 +1,19 @@
 //! The devices that share each optimizer step.
 
+mod lost;
+#[cfg(feature = "remote")]
+mod remote;
+
 use core::{fmt, mem, str::FromStr};
 use std::{
     panic::{self, AssertUnwindSafe},
     process,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
+    time::Duration,
 };
 
 use burn::{
@@ -21,6 +29,7 @@ use kv_eval::thread_pools;
 use rayon::ThreadPool;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::lost::{blame, lost};
 use crate::{
     Error, Result, Trainee,
     step::{BatchLoss, TrainedBatch},
@@ -36,6 +45,9 @@ pub(crate) struct Workers {
     workers: Vec<Worker>,
     /// True if the devices add up gradients by an all-reduce.
     all_reduces: bool,
+    /// The time that devices of other machines may take for a step.
+    #[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "no other device has one"))]
+    deadline: Duration,
 }
 
 struct Worker {
@@ -45,7 +57,19 @@ struct Worker {
     /// The model of the last step, on a device other than the first.
     replica: Option<Trainee>,
     /// The threads of a CPU device that is not alone.
-    pool: Option<ThreadPool>,
+    pool: Option<Arc<ThreadPool>>,
+    /// The bytes moved in the last step.
+    moved: Moved,
+}
+
+/// The bytes that a step moves between the first device and another one. Frozen weights and the
+/// teacher move once, at the first step, and are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Moved {
+    /// Trained weights, from the first device.
+    pub(crate) weights: usize,
+    /// Gradients, to the first device.
+    pub(crate) gradients: usize,
 }
 
 /// The way in which the gradients of several devices are added up.
@@ -123,19 +147,27 @@ impl Workers {
         devices: &[Device],
         strategy: Strategy,
         loader: &TrainLoader<Trainee>,
+        deadline: Duration,
     ) -> Result<Self> {
         let (n, items) = (devices.len(), loader.num_items());
         let pools = thread_pools(devices)?;
         let worker = |(i, (device, pool)): (usize, (&Device, Option<ThreadPool>))| {
             let share = loader.slice(items * i / n, items * (i + 1) / n);
             let (device, loader) = (device.clone(), share.to_device(device));
-            Worker { device, loader, replica: None, pool }
+            let (pool, moved) = (pool.map(Arc::new), Moved::default());
+            Worker { device, loader, replica: None, pool, moved }
         };
         let all_reduces = strategy.all_reduces(devices)?;
         Ok(Self {
             workers: devices.iter().zip(pools).enumerate().map(worker).collect(),
             all_reduces,
+            deadline,
         })
+    }
+
+    /// Returns the bytes that the last step moved for each device.
+    pub(crate) fn moved(&self) -> Vec<Moved> {
+        self.workers.iter().map(|worker| worker.moved).collect()
     }
 
     /// Computes the gradients of the next optimizer step of `model`, whose weights are on the first
@@ -152,18 +184,25 @@ impl Workers {
         record: &mut dyn FnMut(&BatchLoss),
     ) -> Result<Option<GradientsParams>> {
         let n_items: usize = self.workers.iter().map(|worker| worker.loader.num_items()).sum();
+        #[cfg(feature = "remote")]
+        if self.workers.iter().any(|worker| kv_device::is_remote(&worker.device)) {
+            return self.step_within_deadline(model, stop, record, n_items);
+        }
         if let [worker] = &*self.workers {
-            let share = worker.share(model, stop, record)?;
+            let share = share(&worker.loader, model, stop, record)?;
             return Ok((share.sequences() == n_items).then_some(share.gradients));
         }
         let (mut sum, mut sequences) = (GradientsAccumulator::new(), 0);
+        let main = self.workers[0].device.clone();
         for (i, share) in self.shares(model, stop).into_iter().enumerate() {
             let share = share?;
             sequences += share.sequences();
             share.losses.iter().for_each(&mut *record);
             // After an all-reduce, each device has the sum.
             if i == 0 || !self.all_reduces {
-                let gradients = share.gradients.to_device(&self.workers[0].device, model);
+                let worker = &mut self.workers[i];
+                let (gradients, bytes) = collected(share.gradients, model, &worker.device, &main);
+                worker.moved.gradients = bytes;
                 sum.accumulate(model, gradients);
             }
         }
@@ -172,13 +211,14 @@ impl Workers {
 
     /// Computes the shares of all workers, each on a thread of its own.
     fn shares(&mut self, model: &Trainee, stop: &(dyn Fn() -> bool + Sync)) -> Vec<Result<Share>> {
+        let main = self.workers[0].device.clone();
         // All copies start before an all-reduce, which could otherwise wait for one in a circle.
-        let replica = |worker: &mut Worker| match worker.replica.take() {
-            Some(replica) => updated(replica, model, &worker.device),
-            None => model.clone().replica(&worker.device),
+        let replica = |worker: &mut Worker| {
+            let (replica, bytes) = replica(worker.replica.take(), model, &worker.device, &main);
+            worker.moved = Moved { weights: bytes, gradients: 0 };
+            replica
         };
         let replicas: Vec<Trainee> = self.workers.iter_mut().map(replica).collect();
-        let main = self.workers[0].device.clone();
         let failed = AtomicBool::new(false);
         let stop = || stop() || failed.load(Ordering::Relaxed);
         let devices: Vec<Device> =
@@ -191,8 +231,9 @@ impl Workers {
                 let keep = worker.device != main;
                 let (stop, failed) = (&stop, &failed);
                 threads.push(scope.spawn(move || {
-                    let share = worker.compute(replica, keep, reduces, stop);
+                    let share = worker.compute(&replica, reduces, stop);
                     failed.fetch_or(share.is_err(), Ordering::Relaxed);
+                    worker.replica = keep.then_some(replica);
                     share
                 }));
             }
@@ -217,62 +258,119 @@ impl Share {
 }
 
 impl Worker {
-    /// Computes this worker's share with `model` on its threads. `keep` keeps the model for the
-    /// next step. `reduces` are the devices whose gradients are added up by an all-reduce.
+    /// Computes this worker's share with `model` on its threads. `reduces` are the devices whose
+    /// gradients are added up by an all-reduce.
     fn compute(
-        &mut self,
-        model: Trainee,
-        keep: bool,
+        &self,
+        model: &Trainee,
         reduces: Option<&[Device]>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Share> {
-        let share = || self.share(&model, stop, &mut |_| ());
+        let share = || share(&self.loader, model, stop, &mut |_| ());
         let share = || match &self.pool {
             Some(pool) => pool.install(share),
             None => share(),
         };
         // The other devices would wait in an all-reduce for one that panicked.
-        let mut share = panic::catch_unwind(AssertUnwindSafe(share)).unwrap_or_else(|panic| {
-            let message = panic.downcast_ref::<String>().map(String::as_str);
-            let message = message.or_else(|| panic.downcast_ref::<&str>().copied());
-            let why = message.unwrap_or("it gave no reason");
-            Err(Error::Stopped(format!("device {:?} failed: {why}", self.device)))
-        });
+        let mut share = panic::catch_unwind(AssertUnwindSafe(share))
+            .unwrap_or_else(|panic| Err(lost::failed(&self.device, &*panic)));
         if let Some(devices) = reduces {
             // A device that failed takes part, too.
             let own = share.as_mut().map(|share| mem::take(&mut share.gradients));
-            let sum = sum_on_all(own.unwrap_or_default(), &model, &self.device, devices);
+            let sum = sum_on_all(own.unwrap_or_default(), model, &self.device, devices);
             share = share.map(|share| Share { gradients: sum, ..share });
         }
-        self.replica = keep.then_some(model);
         share
-    }
-
-    /// Computes the batches of this worker's share, and calls `each` after each of them.
-    fn share(
-        &self,
-        model: &Trainee,
-        stop: &(dyn Fn() -> bool + Sync),
-        each: &mut dyn FnMut(&BatchLoss),
-    ) -> Result<Share> {
-        let (mut sum, mut losses) = (GradientsAccumulator::new(), Vec::new());
-        for batch in self.loader.iter() {
-            // A run that resumes computes the whole step again.
-            if stop() {
-                break;
-            }
-            let batch = batch.map_err(|error| Error::Stopped(error.to_string()))?;
-            let TrainedBatch { gradients, loss } = model.train_batch(batch)?;
-            sum.accumulate(model, gradients);
-            each(&loss);
-            losses.push(loss);
-        }
-        Ok(Share { gradients: sum.grads(), losses })
     }
 }
 
-/// Copies the trained weights of `model` into its replica on `device`. Frozen weights stay there.
-fn updated(replica: Trainee, model: &Trainee, device: &Device) -> Trainee {
+/// Computes the batches of a worker's share, and calls `each` after each of them.
+fn share(
+    loader: &TrainLoader<Trainee>,
+    model: &Trainee,
+    stop: &(dyn Fn() -> bool + Sync),
+    each: &mut dyn FnMut(&BatchLoss),
+) -> Result<Share> {
+    let (mut sum, mut losses) = (GradientsAccumulator::new(), Vec::new());
+    for batch in loader.iter() {
+        // A run that resumes computes the whole step again.
+        if stop() {
+            break;
+        }
+        let batch = batch.map_err(|error| Error::Stopped(error.to_string()))?;
+        let TrainedBatch { gradients, loss } = model.train_batch(batch)?;
+        sum.accumulate(model, gradients);
+        each(&loss);
+        losses.push(loss);
+    }
+    Ok(Share { gradients: sum.grads(), losses })
+}
+
+/// Returns the model on `device`, and the bytes of trained weights that were moved there. `old` is
+/// the copy of the last step.
+fn replica(
+    old: Option<Trainee>,
+    model: &Trainee,
+    device: &Device,
+    main: &Device,
+) -> (Trainee, usize) {
+    let (replica, bytes) = match old {
+        Some(old) => updated(old, model, device),
+        None => (model.clone().replica(device), trained_bytes(model)),
+    };
+    (replica, if device == main { 0 } else { bytes })
+}
+
+/// Returns gradients of `device` on the first device, and the bytes that were moved there.
+fn collected(
+    gradients: GradientsParams,
+    model: &Trainee,
+    device: &Device,
+    main: &Device,
+) -> (GradientsParams, usize) {
+    if device == main {
+        return (gradients, 0);
+    }
+    let bytes = bytes_of(&gradients, model);
+    (gradients.to_device(main, model), bytes)
+}
+
+/// Returns the bytes of the trained weights of a model.
+fn trained_bytes(model: &Trainee) -> usize {
+    let mut count = Count { among: None, bytes: 0 };
+    model.visit(&mut count);
+    count.bytes
+}
+
+/// Returns the bytes of gradients.
+fn bytes_of(gradients: &GradientsParams, model: &Trainee) -> usize {
+    let mut count = Count { among: Some(gradients), bytes: 0 };
+    model.visit(&mut count);
+    count.bytes
+}
+
+/// Counts the bytes of trained weights, all or those that have a gradient.
+struct Count<'a> {
+    among: Option<&'a GradientsParams>,
+    bytes: usize,
+}
+
+impl ModuleVisitor for Count<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let counts = match self.among {
+            Some(gradients) => gradients.get::<D>(param.id).is_some(),
+            None => param.is_require_grad(),
+        };
+        if counts {
+            let weight = param.val();
+            self.bytes += weight.shape().num_elements() * weight.dtype().size();
+        }
+    }
+}
+
+/// Copies the trained weights of `model` into its replica on `device`, and returns their bytes.
+/// Frozen weights stay there.
+fn updated(replica: Trainee, model: &Trainee, device: &Device) -> (Trainee, usize) {
     struct Trained<'a>(GradientsParams, &'a Device);
     impl ModuleVisitor for Trained<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -291,7 +389,8 @@ fn updated(replica: Trainee, model: &Trainee, device: &Device) -> Trainee {
     }
     let mut trained = Trained(GradientsParams::new(), device);
     model.visit(&mut trained);
-    replica.map(&mut trained)
+    let bytes = trained_bytes(model);
+    (replica.map(&mut trained), bytes)
 }
 
 /// Adds up the gradients of `devices` on each of them by an all-reduce, which all of them must call

@@ -30,6 +30,8 @@ mod profile_device;
 mod profile_rates;
 mod prompts;
 mod real_model;
+#[cfg(feature = "remote")]
+mod remote;
 mod report;
 mod retrieval;
 mod saved;

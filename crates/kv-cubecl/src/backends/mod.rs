@@ -6,6 +6,8 @@ mod autodiff;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "remote")]
+pub(crate) mod remote;
 mod sinks;
 
 use burn::tensor::Device;
@@ -24,6 +26,7 @@ const BACKENDS: Backends = Backends {
     flex: cfg!(feature = "flex"),
     cube: cfg!(feature = "cube"),
     autodiff: cfg!(feature = "autodiff"),
+    remote: cfg!(feature = "remote"),
 };
 
 /// Checks that this crate's features give `device` its operations.
@@ -102,9 +105,13 @@ pub(crate) fn check_attend(
 }
 
 /// Returns whether [`DeltaOps::delta_step`](crate::delta::DeltaOps::delta_step) takes many tokens
-/// on `device`, which the CPU's own caches make as fast as products of matrices.
+/// on `device`, which the CPU's own caches make as fast as products of matrices. A remote device
+/// may be a GPU.
 #[allow(unused_variables, reason = "without a CubeCL backend every device is the CPU")]
 pub(crate) fn steps_many_tokens(device: &Device) -> bool {
+    if kv_device::is_remote(device) {
+        return false;
+    }
     #[cfg(feature = "cube")]
     return client(device).is_none();
     #[cfg(not(feature = "cube"))]

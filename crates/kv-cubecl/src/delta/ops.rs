@@ -58,6 +58,7 @@ pub struct StepWeights<B: Backend> {
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
+    Remote: cfg(feature = "remote"),
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]

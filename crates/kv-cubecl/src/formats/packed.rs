@@ -8,6 +8,7 @@ macro_rules! codec_enum {
         ///
         /// The layout of groups in words and tensors is the same for all codecs ([`QuantSpec`]).
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
         #[non_exhaustive]
         pub enum Codec {
             $($(#[$doc])* $Codec,)+
@@ -64,6 +65,7 @@ impl Codec {
 
 /// The axis whose elements share one parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub enum Granularity {
     /// Groups of consecutive tokens of one channel, as KIVI's keys.
     PerChannel,
@@ -92,6 +94,7 @@ pub enum Granularity {
 /// [factors](Self::factors) in f16, two in a word: one for each token of keys, or one for each
 /// channel of values. Restored numbers are multiplied by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct QuantSpec {
     /// The meaning of codes and parameters.
     pub format: Codec,

@@ -33,6 +33,7 @@ pub use crate::{
 
 /// Shape of what a cache holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct CacheShape {
     /// Sequences.
@@ -90,6 +91,7 @@ pub struct CacheLayout {
     config: KvCacheConfig,
     shape: CacheShape,
     sides: Sides<SideLayout>,
+    newest: usize,
 }
 
 impl CacheLayout {
@@ -137,7 +139,7 @@ impl CacheLayout {
                 false => values.first_element = keys.head_dim,
             }
         }
-        let layout = Self { config: *config, shape, sides: Sides { keys, values } };
+        let layout = Self { config: *config, shape, sides: Sides { keys, values }, newest };
         // So that the kernels of every device can index every buffer, with u32 where they have no
         // more; in u128 nothing below overflows.
         let slices = shape.batch as u128 * shape.n_kv_heads as u128;
@@ -156,6 +158,12 @@ impl CacheLayout {
     /// The shape.
     pub const fn shape(&self) -> CacheShape {
         self.shape
+    }
+
+    /// Returns the number of newest tokens that may be overwritten.
+    #[cfg(feature = "remote")]
+    pub(crate) const fn newest(&self) -> usize {
+        self.newest
     }
 
     /// When tokens are quantized.

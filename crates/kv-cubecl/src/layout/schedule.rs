@@ -6,6 +6,7 @@ use crate::{Flush, KvCacheConfig};
 /// When the tokens of one side are quantized: of `n` tokens after the sinks the first
 /// `step * floor((n - keep) / step)`, and none while `n < keep`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct SideSchedule {
     /// Tokens that are quantized at once, at least 1.
     pub step: usize,
@@ -93,6 +94,7 @@ pub type QuantizedCounts = Sides<usize>;
 
 /// Rule for when the tokens of a cache are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct Schedule {
     /// Schedule of each side.
     pub sides: Sides<SideSchedule>,

@@ -26,6 +26,7 @@ pub struct RowView {
 /// j`. A row sees the sinks and the tokens up to its own, limited by the sliding window.
 /// [`Schedule::counts`] says how many of them are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct StreamSpec {
     /// When tokens are quantized.
     pub schedule: Schedule,

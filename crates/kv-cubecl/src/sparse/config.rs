@@ -54,7 +54,7 @@ impl RowFormat {
     }
 
     /// Checks that rows of `width` channels can be stored.
-    pub(super) fn validate(&self, field: &'static str, width: usize) -> Result<()> {
+    pub(crate) fn validate(&self, field: &'static str, width: usize) -> Result<()> {
         if self.float_channels > width {
             let rule = format!("must be at most the {width} channels of a row of {field}");
             return Err(invalid("float_channels", self.float_channels, rule));

@@ -8,6 +8,7 @@ use crate::layout::PackedLayout;
 /// Codes are u32 words of one axis: one [`PackedLayout`] for each sequence. Channels without codes
 /// are `[batch, slots, channels]` in their float type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct RowLayout {
     /// Sequences.
     pub batch: usize,

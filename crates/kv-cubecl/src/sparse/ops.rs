@@ -67,6 +67,7 @@ pub struct AttendInputs<B: Backend> {
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
+    Remote: cfg(feature = "remote"),
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]

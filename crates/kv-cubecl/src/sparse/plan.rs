@@ -4,6 +4,7 @@ use super::{Compression, RowLayout};
 
 /// The number of tokens per row of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct Stride(pub usize);
 
 impl Stride {
@@ -29,6 +30,7 @@ impl Stride {
 
 /// The sizes of [`SparseOps::pool_windows`](super::SparseOps::pool_windows).
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct PoolPlan {
     /// The tokens of an entry.
     pub compression: Compression,
@@ -42,6 +44,7 @@ pub struct PoolPlan {
 
 /// The sizes of [`SparseOps::attend_rows`](super::SparseOps::attend_rows).
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "remote", derive(serde::Serialize, serde::Deserialize))]
 pub struct AttendPlan {
     /// The store of recent tokens.
     pub window: RowLayout,

@@ -35,6 +35,8 @@ mod pairs;
 mod poison;
 mod quantize;
 mod ragged;
+#[cfg(all(feature = "remote", feature = "flex"))]
+mod remote;
 mod resize;
 mod rope;
 mod running;

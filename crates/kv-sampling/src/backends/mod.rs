@@ -6,3 +6,5 @@ mod autodiff;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "remote")]
+pub(crate) mod remote;

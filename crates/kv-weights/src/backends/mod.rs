@@ -7,6 +7,8 @@ pub(crate) mod composed;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+#[cfg(feature = "remote")]
+pub(crate) mod remote;
 
 use burn::tensor::Device;
 use kv_device::Backends;
@@ -18,6 +20,7 @@ const BACKENDS: Backends = Backends {
     flex: cfg!(feature = "flex"),
     cube: cfg!(feature = "cube"),
     autodiff: cfg!(feature = "autodiff"),
+    remote: cfg!(feature = "remote"),
 };
 
 /// Checks that packed weights can be multiplied on `device`.

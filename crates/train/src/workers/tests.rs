@@ -11,7 +11,7 @@ use burn::{
     },
     tensor::{Int, TensorData},
 };
-use kv_models::kv_cubecl::{Autodiff, Flex, On};
+use kv_models::kv_cubecl::{Autodiff, Flex, On, Target};
 
 use super::*;
 use crate::{
@@ -24,6 +24,7 @@ use crate::{
 
 const SEQ: usize = 8;
 const ITEMS: usize = 6;
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The failure of one item.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +32,8 @@ enum Failure {
     Never,
     Error(usize),
     Panic(usize),
+    #[cfg(feature = "remote")]
+    Slow(usize),
 }
 
 /// Batches of one sequence; one batch may fail.
@@ -51,6 +54,8 @@ impl Iterator for Batches {
                 return Some(Err(DatasetError::new(error)));
             }
             Failure::Panic(at) if at == item => panic!("item {item} panics"),
+            #[cfg(feature = "remote")]
+            Failure::Slow(at) if at == item => thread::sleep(Duration::from_secs(60)),
             _ => (),
         }
         let ids = |more: usize| {
@@ -89,12 +94,15 @@ impl DataLoader<Batch> for Batches {
 }
 
 fn trainee() -> (Device, Trainee) {
-    let device = On::<Autodiff<Flex>>::open().unwrap();
+    trainee_on(&On::<Autodiff<Flex>>::open().unwrap())
+}
+
+fn trainee_on<T: Target>(device: &On<T>) -> (Device, Trainee) {
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/tests/golden/models");
-    let model = kv_models::load(format!("{golden}/llama-tiny"), &device).unwrap().model;
+    let model = kv_models::load(format!("{golden}/llama-tiny"), device).unwrap().model;
     let accumulation = ITEMS;
     let config = TrainConfig { seq_len: SEQ, batch: 1, accumulation, ..TrainConfig::default() };
-    let Setup { prepared, teacher, autodiff } = set_up(&device, model, &config).unwrap();
+    let Setup { prepared, teacher, autodiff } = set_up(device, model, &config).unwrap();
     let task = Arc::new(Task { config, recorder: Mutex::new(Recorder::default()) });
     (autodiff, Trainee { prepared, teacher, task })
 }
@@ -108,7 +116,7 @@ fn step(
     let (device, trainee) = trainee();
     let devices = vec![device.clone(); n_devices];
     let loader: TrainLoader<Trainee> = Arc::new(Batches { items: 0..ITEMS, device, failure });
-    let mut workers = Workers::new(&devices, Strategy::Auto, &loader).unwrap();
+    let mut workers = Workers::new(&devices, Strategy::Auto, &loader, DEADLINE).unwrap();
     let mut positions = vec![];
     let mut record = |loss: &BatchLoss| positions.push(loss.record.position);
     let gradients = workers.step(&trainee, stop, &mut record);
@@ -164,3 +172,18 @@ fn a_step_that_is_stopped_has_no_gradients() {
         assert_eq!(positions.len(), 3);
     }
 }
+
+/// Devices of the CPU are one device, so nothing has to move.
+#[test]
+fn devices_of_the_cpu_move_nothing() {
+    let (device, trainee) = trainee();
+    let devices = vec![device.clone(); 2];
+    let loader: TrainLoader<Trainee> =
+        Arc::new(Batches { items: 0..ITEMS, device, failure: Failure::Never });
+    let mut workers = Workers::new(&devices, Strategy::Auto, &loader, DEADLINE).unwrap();
+    workers.step(&trainee, &|| false, &mut |_| ()).unwrap().unwrap();
+    assert_eq!(workers.moved(), [Moved::default(); 2]);
+}
+
+#[cfg(feature = "remote")]
+mod on_workers;

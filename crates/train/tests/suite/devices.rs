@@ -5,7 +5,7 @@ use std::fs;
 use burn::{module::Module, tensor::Device};
 use kv_models::{
     LanguageModel, LoadOptions, QuantizeOptions,
-    kv_cubecl::{Autodiff, Flex},
+    kv_cubecl::{Autodiff, Flex, Target},
     kv_weights::{Activations, GroupSize, WeightFormat},
     load_with, save_quantized,
 };
@@ -21,7 +21,7 @@ use crate::common::{
 type Cpu = World<Autodiff<Flex>>;
 
 /// Trains `model` on a number of devices of the CPU.
-fn run(
+pub(crate) fn run(
     world: &Cpu,
     model: &LanguageModel,
     name: &str,
@@ -36,7 +36,7 @@ fn run(
 }
 
 /// Returns the mean loss of each optimizer step.
-fn by_step(trained: &Trained, steps: usize) -> Vec<f64> {
+pub(crate) fn by_step(trained: &Trained, steps: usize) -> Vec<f64> {
     let mut sums = vec![(0.0, 0); steps];
     for record in &trained.history.train {
         let (sum, n) = &mut sums[record.step as usize];
@@ -48,7 +48,7 @@ fn by_step(trained: &Trained, steps: usize) -> Vec<f64> {
 }
 
 /// Returns the largest difference of any trained weight.
-fn difference(a: Trained, b: Trained) -> f32 {
+pub(crate) fn difference(a: Trained, b: Trained) -> f32 {
     let [a, b] = [a, b].map(|trained| weights(&trained.model.convert().model));
     let of_weight = |(name, a): (&String, &Vec<f32>)| {
         a.iter().zip(&b[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
@@ -57,7 +57,9 @@ fn difference(a: Trained, b: Trained) -> f32 {
 }
 
 /// A run of 20 steps for each kind of training.
-fn kinds(world: &Cpu) -> Vec<(&'static str, LanguageModel, TrainConfig)> {
+pub(crate) fn kinds<T: Target>(
+    world: &World<T>,
+) -> Vec<(&'static str, LanguageModel, TrainConfig)> {
     let schedule = Schedule { lr: 1e-3, min_lr: 0.0, warmup: 2 };
     let config = TrainConfig { steps: 20, steps_per_epoch: 10, schedule, ..quantized() };
     let adapter = Some(Adapter { rank: 2, alpha: 4.0 });
@@ -222,7 +224,7 @@ fn the_program_names_devices() {
 #[cfg(feature = "wgpu")]
 #[test]
 fn devices_of_two_backends_share_a_step() {
-    use kv_models::kv_cubecl::{Target, Wgpu};
+    use kv_models::kv_cubecl::Wgpu;
     let world = Cpu::new();
     // The rate is low because Adam's first steps are as long for noise as for real gradients.
     let schedule = Schedule { lr: 5e-4, min_lr: 0.0, warmup: 2 };

@@ -13,8 +13,12 @@ mod failures;
 mod folders;
 mod hub;
 mod latent;
+#[cfg(feature = "remote")]
+mod lost_workers;
 mod packed;
 mod recurrent;
+#[cfg(feature = "remote")]
+mod remote;
 mod resume;
 mod shared_caches;
 mod sparse;

@@ -178,7 +178,7 @@ fn a_damaged_history_is_reported() {
 }
 
 /// Runs `kv-train` with files limited to `blocks` of 512 bytes: writes fail as on a full disk.
-fn limited(blocks: usize, args: &[&str]) -> Command {
+pub(crate) fn limited(blocks: usize, args: &[&str]) -> Command {
     let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
     let mut command = Command::new("sh");
     command.arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_kv-train")).args(args);

@@ -21,7 +21,7 @@ pub(crate) use setup::{
 
 /// Runs a case on a target's device.
 pub(crate) fn run<T: Target>(case: fn(&On<T>)) {
-    match On::<T>::open() {
+    match open() {
         Ok(on) => case(&on),
         Err(error @ Error::NoDevice { .. })
             if std::env::var_os("KV_ALLOW_NO_DEVICE").is_some_and(|value| value == "1") =>
@@ -30,6 +30,16 @@ pub(crate) fn run<T: Target>(case: fn(&On<T>)) {
         }
         Err(error) => panic!("{error} (KV_ALLOW_NO_DEVICE=1 skips the tests of a missing device)"),
     }
+}
+
+/// Opens a target's device. A remote one is served by this process.
+fn open<T: Target>() -> kv_cubecl::Result<On<T>> {
+    #[cfg(all(feature = "remote", feature = "flex"))]
+    if T::NAME == "remote" {
+        let device = crate::remote::device();
+        return On::new(device.clone()).or_else(|_| On::new(device.autodiff()));
+    }
+    On::open()
 }
 
 /// Reports that something was not tested and why. Written to standard error directly, because the
@@ -54,6 +64,7 @@ macro_rules! stamp_autodiff {
         flex "flex" [kv_cubecl::Autodiff<kv_cubecl::Flex>]
         wgpu "wgpu" [kv_cubecl::Autodiff<kv_cubecl::Wgpu>]
         cuda "cuda" [kv_cubecl::Autodiff<kv_cubecl::Cuda>]
+        remote "remote" [kv_cubecl::Autodiff<kv_cubecl::Remote>]
         => [$($case)+]
     } };
 }

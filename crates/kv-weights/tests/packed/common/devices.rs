@@ -23,3 +23,19 @@ pub(crate) fn cuda() -> Result<Device, String> {
         false => Ok(Device::cuda(DeviceIndex::Default)),
     }
 }
+
+/// A device that a server in this process runs on the CPU.
+#[cfg(all(feature = "remote", feature = "flex"))]
+pub(crate) fn remote() -> Result<Device, String> {
+    use std::sync::OnceLock;
+
+    use burn::server::RemoteServer;
+    use kv_device::remote::Loopback;
+    static SERVER: OnceLock<Loopback> = OnceLock::new();
+    let server = SERVER.get_or_init(|| {
+        let server = RemoteServer::new([Device::flex()]);
+        let server = kv_weights::remote::serve_ops::<burn::backend::Flex>(server);
+        Loopback::serve(&server).unwrap()
+    });
+    server.device(0, None).map_err(|error| error.to_string())
+}

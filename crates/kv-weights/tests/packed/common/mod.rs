@@ -38,6 +38,7 @@ macro_rules! stamp_autodiff {
         flex "flex" [$crate::common::devices::flex().map(burn::tensor::Device::autodiff)]
         wgpu "wgpu" [$crate::common::devices::wgpu().map(burn::tensor::Device::autodiff)]
         cuda "cuda" [$crate::common::devices::cuda().map(burn::tensor::Device::autodiff)]
+        remote "remote" [$crate::common::devices::remote().map(burn::tensor::Device::autodiff)]
         => [$($case)+]
     } };
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use kv_cli::{Backend, DeviceList, MemorySize, ModelSource, cache_help};
+use kv_cli::{Backend, DeviceList, MemorySize, ModelSource, WorkerArgs, cache_help};
 use kv_models::{
     ModelCacheConfig,
     kv_cubecl::{FakeQuantOptions, SteGradient},
@@ -75,10 +75,13 @@ struct Training {
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     /// Devices that share each optimizer step, instead of --backend: flex:2 (the CPU as two
-    /// devices, which share its threads), wgpu:0,1 or cuda:0-7. Each of them adds --batch x
-    /// --accumulation sequences to a step.
+    /// devices, which share its threads), wgpu:0,1, cuda:0-7, or those of kv-train worker on other
+    /// machines, remote:HOST:PORT/0,HOST:PORT/0-1. Each of them adds --batch x --accumulation
+    /// sequences to a step.
     #[arg(long, value_name = "LIST", conflicts_with = "backend")]
     devices: Option<DeviceList>,
+    #[command(flatten)]
+    workers: WorkerArgs,
     /// Way to add up the gradients of several devices: multi, on the first device; ddp, by an
     /// all-reduce between CUDA devices; auto, ddp between CUDA devices and otherwise multi.
     #[arg(long, default_value = "auto")]
@@ -212,6 +215,7 @@ impl Training {
             eval_tokens,
             weights,
             inputs: None,
+            workers: self.workers,
         };
         Ok(Start { spec, folder: self.out, plain: self.plain, memory: self.memory })
     }

@@ -33,6 +33,17 @@ pub(crate) const BENCH: &str = "\
 Example:
   kv-train bench --model models/austen --cache k2v2 --seq-len 512 --batch 2";
 
+#[cfg(feature = "remote")]
+pub(crate) const WORKER: &str = "\
+Examples:
+  # For runs on this machine
+  kv-train worker
+
+  # For runs on other machines of a trusted network, with the token in a file
+  kv-train worker --listen 10.0.0.2:3000 --devices flex:1 --token-file token
+  kv-train qat --model models/austen --text book.txt --cache k2v2 --token-file token \\
+      --devices remote:10.0.0.2:3000/0,10.0.0.3:3000/0 --out runs/austen";
+
 pub(crate) const RESUME: &str = "\
 Examples:
   kv-train resume runs/austen

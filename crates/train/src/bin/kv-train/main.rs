@@ -12,6 +12,8 @@ mod quantize;
 mod run;
 mod spec;
 mod stop;
+#[cfg(feature = "remote")]
+mod worker;
 mod world;
 
 use std::{cell::Cell, path::PathBuf, process::ExitCode};
@@ -75,6 +77,13 @@ enum Command {
         #[arg(long)]
         two_step: Option<usize>,
     },
+    /// Serve this machine's devices to runs on other machines.
+    ///
+    /// Nothing is encrypted: texts, weights and gradients travel as they are, and the token only
+    /// keeps other clients out. Use it in a trusted network.
+    #[cfg(feature = "remote")]
+    #[command(after_help = examples::WORKER)]
+    Worker(worker::Args),
     /// Quantize the matrices of a model into a new folder.
     ///
     /// Reads any supported model, quantized or not. Vectors, positions and routers stay in float.
@@ -102,11 +111,15 @@ fn main() -> ExitCode {
     let code = start(|cli: Cli| {
         cli.threads.start()?;
         let stop = Stop::listen()?;
+        #[cfg(feature = "remote")]
+        kv_cli::before_exit(kv_train::restore_terminal);
         ended(match cli.command {
             Command::Qat(args) => args.start().and_then(|start| run::start(&start, &stop)),
             Command::Pretrain(args) => args.start().and_then(|start| run::start(&start, &stop)),
             Command::World(args) => world::start(&args, &stop),
             Command::Bench(args) => bench::run(&args).map(|()| Outcome::Finished),
+            #[cfg(feature = "remote")]
+            Command::Worker(args) => worker::run(&args).map(|()| Outcome::Finished),
             Command::Quantize(args) => quantize::run(&args, &stop),
             Command::Resume { run, from_step, args, steps, two_step } => {
                 let resume = from_step.map_or(Resume::Last, Resume::Step);

@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use kv_cli::{DeviceList, MemorySize, Screen, dispatch};
+use kv_cli::{Backend, DeviceList, MemorySize, Screen, WorkerArgs, dispatch};
 use kv_models::{
     LanguageModel, LoadOptions, Loaded, Tokenizer, check_savable,
     kv_cubecl::{Autodiff, On, Target},
@@ -72,10 +72,12 @@ pub(crate) struct ResumeArgs {
     /// Memory limit for training, such as 16G [default: the free memory].
     #[arg(long)]
     pub(crate) memory: Option<MemorySize>,
-    /// Devices that share the sequences of each optimizer step, such as flex:2 or cuda:0-3
-    /// [default: as when the run was started].
+    /// Devices that share the sequences of each optimizer step, such as flex:2, cuda:0-3 or
+    /// remote:HOST:PORT/0 [default: as when the run was started].
     #[arg(long, value_name = "LIST")]
     pub(crate) devices: Option<DeviceList>,
+    #[command(flatten)]
+    workers: WorkerArgs,
 }
 
 pub(crate) fn resume(
@@ -100,7 +102,8 @@ pub(crate) fn resume(
         check_eval_tokens(tokens)?;
         spec.eval_tokens = tokens;
     }
-    let ResumeArgs { plain, memory, devices, .. } = args;
+    let ResumeArgs { plain, memory, devices, workers, .. } = args;
+    spec.workers = workers;
     if let Some(devices) = devices {
         (spec.backend, spec.devices) = (devices.backend(), Some(devices));
         spec.strategy = Strategy::Auto;
@@ -119,7 +122,12 @@ pub(crate) fn export(
     stop: &Stop,
 ) -> Result<()> {
     let spec = read_spec(folder)?;
-    dispatch!(spec.backend, Autodiff, export_from(&spec, folder, step, out, stop))
+    // A checkpoint is a file of this machine.
+    let backend = match spec.backend {
+        Backend::Remote => Backend::Flex,
+        backend => backend,
+    };
+    dispatch!(backend, Autodiff, export_from(&spec, folder, step, out, stop))
 }
 
 /// Returns the folder for the model of a checkpoint, which must not exist.
@@ -203,6 +211,7 @@ fn run<T: Target>(job: &Job<'_>) -> Result<Outcome> {
         log_every: LOG_EVERY,
         devices: Some(&others),
         strategy: spec.strategy,
+        worker_deadline: spec.workers.deadline(),
         stop: Some(stop.asked.clone()),
         files,
     };

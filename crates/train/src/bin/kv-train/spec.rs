@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
-use kv_cli::{Backend, DeviceList};
+use kv_cli::{Backend, DeviceList, WorkerArgs};
 use kv_models::{
     ConfigJson, JsonFields, LayerSpec, LoadOptions, Loaded,
     kv_cubecl::{On, Target},
@@ -42,6 +42,9 @@ pub(crate) struct Spec {
     /// The files it was started with; `None` for runs of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) inputs: Option<Vec<Input>>,
+    /// Arguments of workers, which no file keeps.
+    #[serde(skip)]
+    pub(crate) workers: WorkerArgs,
 }
 
 /// Reads a list of devices, or the number of devices in runs of older versions, which was 1.
@@ -74,7 +77,7 @@ pub(crate) enum Required {
 impl Spec {
     /// Opens the devices, at least one. The model is on the first.
     pub(crate) fn open_devices<T: Target>(&self) -> Result<Vec<On<T>>> {
-        DeviceList::open_or_default(self.devices.as_ref())
+        DeviceList::open_or_default(self.devices.as_ref(), &self.workers)
     }
 
     /// Hashes the files that the run needs: the ones its model is read from, and the texts.

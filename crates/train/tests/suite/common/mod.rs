@@ -134,6 +134,17 @@ impl<T: Target> World<T> {
         world
     }
 
+    /// Returns the same text and model on another device.
+    #[cfg(feature = "remote")]
+    pub(crate) fn on<U: Target>(&self, device: On<U>) -> World<U> {
+        let (folder, tokenizer) = (TempDir::new().unwrap(), self.tokenizer.clone());
+        for file in ["text.txt", "tokenizer.json"] {
+            fs::copy(self.path(file), folder.path().join(file)).unwrap();
+        }
+        let model = self.model.clone().fork(&device);
+        World { folder, tokenizer, device, model }
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

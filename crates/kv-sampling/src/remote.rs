@@ -1,0 +1,11 @@
+//! The operations of this crate on remote devices: [`serve_ops`].
+
+use burn::{backend::ir::BackendIr, server::RemoteServer};
+
+use crate::{SamplingOps, backends::remote};
+
+/// Lets a server run all operations of this crate on its devices, which belong to backend `B`.
+#[must_use]
+pub fn serve_ops<B: BackendIr + SamplingOps>(server: RemoteServer) -> RemoteServer {
+    remote::serve_sampling::<B>(server)
+}
