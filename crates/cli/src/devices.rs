@@ -168,8 +168,8 @@ impl<'de> Deserialize<'de> for DeviceList {
 #[derive(Clone, Debug, clap::Args)]
 pub struct DeviceArgs {
     /// Devices that share out the work, instead of --backend: flex:2 (the CPU as two devices, which
-    /// share its threads), wgpu:0,1, cuda:0-7, or those of kv-train worker on other machines,
-    /// remote:HOST:PORT/0,HOST:PORT/0-1. The results are the same as on one device.
+    /// share its threads), wgpu:0,1, cuda:0-7, or devices that kv-train worker serves on other
+    /// machines, remote:HOST:PORT/0,HOST:PORT/0-1. The results are the same as on one device.
     #[arg(long, value_name = "LIST", conflicts_with = "backend")]
     devices: Option<DeviceList>,
     #[command(flatten)]

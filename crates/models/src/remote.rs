@@ -8,8 +8,8 @@ use kv_weights::WeightOps;
 /// The version of the operations, which [`serve_ops`] tells clients.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Lets a server run all operations of models on its devices, which belong to backend `B`: those of
-/// caches, of packed weights and of sampling.
+/// Lets a server run all operations of models on its devices, which belong to backend `B`: caches,
+/// packed weights and sampling.
 #[must_use]
 pub fn serve_ops<B>(server: RemoteServer) -> RemoteServer
 where

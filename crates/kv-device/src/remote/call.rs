@@ -23,7 +23,7 @@ use super::{
 /// Sends the operation `id` to the server of its inputs, and returns its outputs.
 ///
 /// # Panics
-/// If there is no tensor among the inputs, or `outputs` are not those of `O`: both are errors in
+/// If there is no tensor among the inputs, or `outputs` do not fit `O`: both are errors in
 /// the table of operations.
 pub fn call<O: Output>(message: Outgoing, id: &str, outputs: Vec<TensorSpec>) -> O::Value<Remote> {
     let Outgoing { device, inputs, arguments } = message;

@@ -1,4 +1,4 @@
-//! Errors of devices that fail, those of other machines among them.
+//! Errors of devices that fail, on this machine or on another one.
 
 use core::any::Any;
 

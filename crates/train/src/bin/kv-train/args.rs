@@ -75,9 +75,9 @@ struct Training {
     #[arg(long, value_enum, default_value = "flex")]
     backend: Backend,
     /// Devices that share each optimizer step, instead of --backend: flex:2 (the CPU as two
-    /// devices, which share its threads), wgpu:0,1, cuda:0-7, or those of kv-train worker on other
-    /// machines, remote:HOST:PORT/0,HOST:PORT/0-1. Each of them adds --batch x --accumulation
-    /// sequences to a step.
+    /// devices, which share its threads), wgpu:0,1, cuda:0-7, or devices that kv-train worker
+    /// serves on other machines, remote:HOST:PORT/0,HOST:PORT/0-1. Each of them adds --batch x
+    /// --accumulation sequences to a step.
     #[arg(long, value_name = "LIST", conflicts_with = "backend")]
     devices: Option<DeviceList>,
     #[command(flatten)]
